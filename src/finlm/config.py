@@ -115,7 +115,7 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _zero(recipe: Recipe, plan: Plan) -> Settings:
-    """Return zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++."""
+    """Return the section zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++."""
     sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
     zero: Settings = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
@@ -262,8 +262,8 @@ def differences(root: Path) -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Write configs/ds/*.json of all recipes, or with --check only compare them; return the exit code.
 
-    Prints written paths and differences to stdout. Returns 0 when nothing differs, 1 when a file differs or has no
-    recipe, 2 after a UserError, which is printed to stderr.
+    `arguments` replace sys.argv[1:]. Prints written paths and differences to stdout. Returns 0 when nothing differs, 1
+    when a file differs or has no recipe, 2 after a UserError, which is printed to stderr.
     """
     parser = argparse.ArgumentParser(prog="python -m finlm.config", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 and name every file that differs")
@@ -284,7 +284,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe_rates(former: Optim, former_steps: int, optim: Optim, steps: int, step: int) -> str:
-    """Return a line: the rate at which a finished run ended, and that at which a longer one goes on after `step`."""
+    """Return a line with the rates at which a finished run ended and at which a longer one goes on after `step`.
+
+    `former` and `former_steps` are of the finished run, `optim` and `steps` of the longer one.
+    """
     last, then = lr_at(former, former_steps, former_steps - 1), lr_at(optim, steps, step + 1)
     text = f"  learning rate of a run of {steps:,} steps: it ended at {last:.3g} and goes on at {then:.3g}"
     return text + ("; --set optim.schedule=constant --set optim.lr=... would keep it low" if then > 2 * last else "")

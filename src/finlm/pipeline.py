@@ -114,7 +114,7 @@ def train(t: Training) -> int:
             t = other
         except BaseException as error:
             if t.is_recovery:
-                restart.tell_end(t.run, t.recipe, error)
+                restart.notify_end(t.run, t.recipe, error)
             raise
 
 
@@ -138,7 +138,7 @@ def _train_on(t: Training) -> int:
         except BaseException as error:
             restart.write_report(t.run)
             if not t.is_recovery and not isinstance(error, HostsBack | restart.HostLost):
-                restart.tell_end(t.run, t.recipe, error)
+                restart.notify_end(t.run, t.recipe, error)
             raise
     start.notify(t.recipe.launch.notify, "end", t.run.path, "finished")
     return 0 if t.outcome is None or t.outcome.ok else 1
@@ -166,14 +166,14 @@ def _recover(t: Training, error: StepFailed | UserError) -> Training | None:
             return changed
     if lost and all(lost.values()) and restart.wait_for_hosts(t.run, t.recipe, t.hosts, problem):
         return t.with_hosts(t.hosts)
-    restart.tell_end(t.run, t.recipe, error)
+    restart.notify_end(t.run, t.recipe, error)
     return None
 
 
 def _find_lost_hosts(t: Training, error: StepFailed | UserError) -> dict[str, bool]:
     """Return {name: whether it may come back} of the hosts because of which training ended with `error`.
 
-    Asks all hosts over ssh; if all answer, blames those that have just joined. {} for a RunFailed but HostLost.
+    Asks all hosts over ssh; if all answer, blames those that have just joined. A RunFailed but HostLost blames none.
     """
     if isinstance(error, RunFailed) and not isinstance(error, restart.HostLost):
         return {}
@@ -196,7 +196,7 @@ def train_parent(t: Training) -> None:
 
 
 def _export_or_train(t: Training, key: str, named: str) -> Path:
-    """Return the export of recipe `named`'s newest run; train it first if need be, StepFailed if that fails."""
+    """Return the export of the recipe `named`'s newest run; train it first if need be. StepFailed if that fails."""
     parent = t.read(named)
     export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
     for sentence in passed[: lineage.PASSED_OVER]:

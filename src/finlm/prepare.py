@@ -43,9 +43,9 @@ from finlm.tokens import encoders, pretrained, tokenizer_json, vocab
 def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new_keys: bool = False) -> Shards:
     """Prepare the recipe's token shards unless the cache has them, print what the run reads, and return the shards.
 
-    Waits while another process writes to the cache. If data.prepared is set, only checks that directory and builds a
-    missing index of its rows. `hosts` run the workers of data.engine ray; None is this machine. Raises
-    UserError for data, a start model, a cache or a Ray that cannot be used.
+    Waits while another process writes to the cache. Of data.prepared only checks the directory and builds a missing
+    index of its rows. `hosts` run the workers of data.engine ray; None is this machine. Raises UserError for data, a
+    start model, a cache or a Ray that cannot be used.
     """
     check_engine(recipe)
     weights.check_layers(recipe)
@@ -76,6 +76,7 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new_keys: bool) -
     data, words = recipe.data, recipe.data.clean.bad_keywords
 
     def open_cluster() -> contextlib.AbstractContextManager[str]:
+        """Return a context manager that yields the address of data.ray_address, or of a Ray cluster started here."""
         if data.ray_address is not None:
             return contextlib.nullcontext(data.ray_address)
         return ray_cluster.start_ray(recipe, hosts or Cluster((Host("localhost", 1),)), accept_new_keys)
@@ -273,7 +274,7 @@ def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Pat
 
 
 def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
-    """Return the tokenizer of the recipe or its start; None if to be trained. Raises UserError or NotPrepared."""
+    """Return the tokenizer file of the recipe or its start; None if to be trained. Raises UserError or NotPrepared."""
     settings = recipe.tokenizer
     if settings.path is not None:
         named = Path(settings.path).expanduser()
@@ -310,7 +311,7 @@ def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
 
 @dataclass(frozen=True)
 class SourceReading:
-    """What a run reads of one source: tokens, share of the run (0 to 1), epochs, and share of each mixture part."""
+    """What a run reads of a source: tokens, share of the run (0 to 1), epochs, share of each part of the run."""
 
     source: str
     tokens: int
@@ -359,10 +360,7 @@ def print_reading(reading: Reading) -> None:
 
 
 def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of a pretraining run as text to stdout, in the order in which the run reads them.
-
-    Raises UserError as open_tokenizer() does.
-    """
+    """Print the first `count` rows of a pretraining run as text to stdout, in the order in which the run reads them."""
     rows = dialogues.prepare_rows(shards, recipe.batch.sequence_length, recipe.data.packing)
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     order = packing.order(ranges, recipe.data.mixture, read_rows, rows.sequence_length, recipe.train.seed)
@@ -393,16 +391,17 @@ def row_lines(
         here = np.flatnonzero(documents == number)
         begins = whole.get(int(here[0]), True)
         lines.append(f"-- document {number + 1}, {len(here):,} tokens{'' if begins else ', continued'}")
-        lines += _text(tokenizer, inputs[here], labels[here] == IGNORED).translate(_CONTROL).split("\n")
+        lines += _decode_row(tokenizer, inputs[here], labels[here] == IGNORED).translate(_CONTROL).split("\n")
     return lines
 
 
-def _text(tokenizer: pretrained.Tokenizer, ids: Sequence[int], masked: Sequence[bool]) -> str:
-    """Return the decoded tokens, masked ones (labels that do not count) between ⟦ and ⟧, and bos and eos by name."""
+def _decode_row(tokenizer: pretrained.Tokenizer, ids: Sequence[int], masked: Sequence[bool]) -> str:
+    """Return tokens as text, masked ones (labels that do not count) between ⟦ and ⟧, and bos and eos by their names."""
     text, run = "", list[int]()
     names = {number: name for name, number in filter(None, (tokenizer.bos, tokenizer.eos))}
 
     def flush() -> str:
+        """Return the text of the tokens in `run`, and empty it."""
         decoded = tokenizer.decode(run) if run else ""
         run.clear()
         return decoded

@@ -396,7 +396,7 @@ def _link_newest_whole(run: RunDir, common: int) -> int:
     """Link the newest checkpoint that is whole and intact here into continued/ if it is newer than `common`.
 
     Returns its step, or `common` when there is none. Checks all files by sha256; prints and skips damaged checkpoints.
-    Raises UserError for a manifest that finlm did not write.
+    Raises OSError when it cannot be linked or copied.
     """
     for step, directory in sorted(checkpoints.whole_checkpoints(run.complete_checkpoints()).items(), reverse=True):
         if step <= common:

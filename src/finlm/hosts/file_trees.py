@@ -88,7 +88,10 @@ def named_tree(root: Path, names: list[str]) -> SyncTree:
 
 
 def data_tree(path: Path) -> SyncTree:
-    """Return a SyncTree, with links followed, of a data directory or single file. Raises UserError if unreadable."""
+    """Return a SyncTree, with links followed, of a data directory or single file.
+
+    Raises UserError if it does not exist or a file cannot be read.
+    """
     path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links, and the path must stay the same
     if path.is_file():
         return _hash_tree(path.parent, [path.name], follow_links=True)

@@ -343,8 +343,9 @@ class Sender(threading.Thread):
 class Ranks:
     """The ranks of a launcher as the kernel shows them in /proc: their pids, states and exit codes.
 
-    A rank is a child of the launcher with RANK in its environment. The launcher reaps a dead rank within a moment and
-    does not say which rank died first, so the exit status is read from /proc before that.
+    `launcher` is its pid, `count` its number of ranks. A rank is a child of the launcher with RANK in its environment.
+    The launcher reaps a dead rank within a moment and does not say which rank died first, so the exit status is read
+    from /proc before that.
     """
 
     def __init__(self, launcher: int, count: int) -> None:
@@ -389,7 +390,7 @@ class Ranks:
 
 
 def reap(launcher: int) -> None:
-    """Collect the zombies among this process's children, except the process `launcher`, which its Popen collects."""
+    """Collect the zombies among this process's children, but not the pid `launcher`, which its Popen collects."""
     for pid in processes.children(os.getpid()):
         status = processes.read_status(pid)
         if pid != launcher and status and status.state == "Z":

@@ -75,9 +75,9 @@ class Session:
     def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new_keys: bool) -> None:
         """Start the agent, over ssh or as a child process, and a thread that reads its messages; send it the greeting.
 
-        `there` is where the run directory lies on the host, `python` the interpreter there. `port` is the rendezvous
-        port to try (0: any), None unless this is the first host. Raises OSError when ssh, or the interpreter here,
-        cannot be started.
+        `there` is the run directory's path on the host, `python` the interpreter there. `port` is the rendezvous port
+        to try (0: any), None unless this is the first host. Raises OSError when ssh, or the interpreter here, cannot be
+        started.
         """
         with contextlib.suppress(FileNotFoundError, files.NotJson):  # without fsync it may be empty after a power cut
             self.sent = files.read_json(self._sent_file(run))
@@ -287,7 +287,10 @@ class StopRequest:
     back: tuple[str, ...] = ()
 
     def stop_for_hosts(self, names: Sequence[str], now: float) -> None:
-        """Request a stop so that the hosts `names` can rejoin, and print that; do nothing when a signal came first."""
+        """Request a stop so that the hosts `names` can rejoin, and print that.
+
+        Does nothing without names, or when a signal came first.
+        """
         if names and not self.number:
             screen.say(f"{' and '.join(names)} answers again: the ranks stop to take it in")
             self.number, self.since, self.back = int(signal.SIGTERM), now, tuple(names)
@@ -296,8 +299,8 @@ class StopRequest:
         """Send a noted signal to the ranks of all hosts, once, and print that; do nothing if there is none.
 
         SIGHUP is sent as SIGTERM. Raises SystemExit when no step is finished yet, or when the ranks took longer than
-        grace_seconds. For hosts that are back, it waits for the first step instead, and there is no limit. `now` is in
-        time.monotonic() seconds.
+        grace_seconds since it was sent. A stop for hosts that are back is sent after the first step and has no limit.
+        `now` is in time.monotonic() seconds.
         """
         if not self.number or (self.back and not has_stepped):
             return

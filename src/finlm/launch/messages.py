@@ -91,7 +91,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Log:
-    """A piece of a file of the run directory; `end` is the byte position behind the piece."""
+    """A piece of a file: its path below the run directory, its text, and the byte position behind it if known."""
 
     file: str
     text: str
@@ -124,7 +124,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Exited:
-    """Reports that the launcher has ended, with its exit code. `asked`: the agent ended it."""
+    """Reports that the launcher has ended, with its exit code, -N for signal N. `asked`: the agent ended it."""
 
     code: int
     asked: bool = False

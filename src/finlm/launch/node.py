@@ -23,9 +23,10 @@ WORDS_SECONDS, END_SECONDS = 1.0, 30.0
 
 
 def main() -> None:
-    """Run this host's ranks until all have ended or one fails; then end the others, and exit with its code or 0.
+    """Run this host's ranks until all have ended or one fails, and then end the others.
 
-    Prints which rank process failed. Takes start_ranks()'s arguments from sys.argv, the first as JSON.
+    Prints which rank process failed. Exits with its code, 256 - N for signal N, or 0. Takes start_ranks()'s arguments
+    from sys.argv, the first as JSON.
     """
     ranks = start_ranks(json.loads(sys.argv[1]), sys.argv[2])
     while (codes := [rank.poll() for rank in ranks]) and None in codes and not any(codes):

@@ -222,8 +222,8 @@ def write_report(run: RunDir) -> None:
         screen.say(f"{run.report} could not be written: {wrong}")
 
 
-def tell_end(run: RunDir, recipe: Recipe, error: BaseException) -> None:
-    """Run launch.notify, if set, for the end of a run by `error`."""
+def notify_end(run: RunDir, recipe: Recipe, error: BaseException) -> None:
+    """Run launch.notify, if set, to tell that the run ended by `error`; does not wait for it."""
     words = f"ended with exit code {error.code}" if isinstance(error, SystemExit) else str(error)
     start.notify(recipe.launch.notify, "end", run.path, words or type(error).__name__)
 

@@ -60,9 +60,9 @@ class Progress:
     excused: dict[str, float] = field(default_factory=dict)  # Session.heard by host, as note_sleep set it
 
     def note_finished(self, now: float) -> float:
-        """Note that something was finished now, and how long that took if it is the longest time since the first step.
+        """Set the time of the last finished thing to `now`; return the seconds of silence before if printed, else 0.
 
-        Returns the seconds of silence before it if that silence was printed, else 0.
+        A silence that was not printed, after the first step, may become the new `longest`.
         """
         silence, reported = self.since(now), self.reported
         if self.stepped and not reported:  # a silence is no measure of what is usual
@@ -79,7 +79,7 @@ class Progress:
         return ("stall_minutes", limits.stall_minutes) if self.stepped else ("start_minutes", limits.start_minutes)
 
     def words(self, now: float) -> str:
-        """Return a sentence with the last finished step and its age."""
+        """Return a sentence with the last finished step and its age in seconds at monotonic `now`."""
         if self.step is None:
             return f"no step was completed in {now - self.started:.0f} s"
         if self.generated:
@@ -158,8 +158,9 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
     """Return the failure that came first, with its host, rank, exit code and last log lines.
 
     Call it when in_trouble() is true, after wait_for_signs_of_life(). Looks in this order: this machine slept until the
-    hosts gave it up; a host could not start its ranks; ranks were killed or failed by themselves; hosts or agents are
-    gone; launchers ended without their ranks; ranks failed on the connection to another rank.
+    hosts gave it up; a host could not start its ranks, or sent what is not understood; ranks were killed or failed by
+    themselves; hosts or agents are gone; launchers ended without their ranks; ranks failed on the connection to another
+    rank.
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:
@@ -223,8 +224,7 @@ def _explain_lost_host(
 def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
     """Return the failure of a rank that ended with `code` (-N for signal N), with its last log lines and a fix.
 
-    `words` describes the run's progress. After SIGKILL also writes the kernel's count of such kills to the launcher's
-    log.
+    `words` describes the run's progress. After SIGKILL calls _explain_sigkill(), which may write to a log.
     """
     where = f"rank {rank} on {session.name}"
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:

@@ -65,7 +65,7 @@ class Injury:
 
 @dataclass
 class Drill:
-    """The settings of a drill; then its training's process, and the run directories that were there `before`.
+    """The settings of a drill; drill() adds the process that trains and the run directories that were there `before`.
 
     `train` is the command that trains, `name` the recipe's. `kinds` are names of faults. `seconds` is the length of the
     drill, `every` the seconds between two faults. With `seed` 0 the faults come in turn, else they are drawn at random.
@@ -84,7 +84,10 @@ class Drill:
 
 
 def check_kinds(text: str) -> list[str]:
-    """Return the fault names of a comma-separated list, those not on request for an empty one. UserError if unknown."""
+    """Return the fault names in a comma-separated list; of an empty one, all faults that need no request.
+
+    Raises UserError for an unknown name.
+    """
     kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
     kinds = kinds or [kind for kind in faults.FAULTS if kind not in faults.ON_REQUEST]
     if unknown := [kind for kind in kinds if kind not in faults.FAULTS]:
@@ -96,8 +99,8 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
     """Start the training, cause faults for d.seconds and end it; then call show(faults with costs, share that trained).
 
     The share is of the time, 0 to 1. show() is also called, with what was seen so far, when the drill is interrupted or
-    the run ends early. Raises UserError when the run ends early, and KeyboardInterrupt or
-    SystemExit when a signal interrupts it.
+    the run ends early. Raises UserError when no fault fits into the time or the run ends early, and KeyboardInterrupt
+    or SystemExit when a signal interrupts it.
     """
     if d.every >= d.seconds:
         raise UserError(
@@ -126,8 +129,8 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
 def _cause_faults(d: Drill, began: float, injuries: list[Injury]) -> None:
     """Cause a fault every d.every seconds until d.seconds after `began`, print it, and append it to `injuries`.
 
-    Waits for a checkpoint before each fault, and for the run's recovery after it, also of the last fault. Raises
-    UserError when the training ends.
+    `began` is in unix seconds. Waits for a checkpoint before each fault, and for the run's recovery after it, also of
+    the last fault. Raises UserError when the training ends.
     """
     chance, end, due = random.Random(d.seed), began + d.seconds, began
     while time.time() < end:
@@ -148,7 +151,10 @@ def _cause_faults(d: Drill, began: float, injuries: list[Injury]) -> None:
 
 
 def _end_training(process: subprocess.Popen[bytes]) -> None:
-    """End the training by SIGTERM, so with a checkpoint, or kill it after 180 s or when the drill is interrupted."""
+    """End the training by SIGTERM, so with a checkpoint; kill it after 180 s or when the drill is interrupted.
+
+    An interruption is raised again.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -218,16 +224,15 @@ def _wait_for_checkpoint(d: Drill, since: float, end: float) -> bool:
 
 
 def _list_hosts(run: RunDir, hosts: Cluster) -> list[Host]:
-    """Return the hosts that the run's ranks are on now, with the spares that replaced lost hosts."""
+    """Return the hosts or spares of `hosts` that the run's plan has ranks on now."""
     names = set(Plan.read(run.plan).rank_hosts)
     return [host for host in (*hosts.hosts, *hosts.spares) if host.name in names]
 
 
 def _injure(run: RunDir, host: Host, kind: str) -> Injury:
-    """Cause the fault `kind` on a host of the run, and return it as an Injury.
+    """Cause the fault `kind` on a host of the run by fault.py, over ssh unless it is this machine, and return it.
 
-    If the fault could not be caused, `what` begins with NOT_DONE and gives the reason, such as a host that does not
-    answer.
+    If it could not be caused, does not raise: `what` begins with NOT_DONE and gives the reason, such as a silent host.
     """
     step = max((row["step"] for row in run.read_events("step")), default=0)
     there = ssh.path_on_host(run.path.absolute(), host.access)
@@ -252,7 +257,7 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
 
 
 def _measure(run: RunDir, injuries: Sequence[Injury], began: float, stopped: float) -> float:
-    """Fill in what each fault cost, and return the share of the time (0 to 1) in which steps that count were trained.
+    """Set what each fault cost in `injuries`, and return the share of the time (0 to 1) that trained steps that count.
 
     A fault loses the time until the next finished step, plus the steps done again at the median time of a step. `began`
     and `stopped` are unix seconds.
@@ -281,9 +286,10 @@ def _measure(run: RunDir, injuries: Sequence[Injury], began: float, stopped: flo
 
 
 def show(injuries: Sequence[Injury], share: float) -> None:
-    """Print a table of the faults, and the share of effective training time."""
+    """Print a table of the faults with what each cost, and the share of effective training time."""
 
     def seconds(value: float | None) -> str:
+        """Return a time in whole seconds as text, "-" if unknown."""
         return "-" if value is None else f"{value:.0f} s"
 
     rows = []
@@ -307,12 +313,16 @@ MOST_FAILURES = 500  # of a simulated run; the mean of more is no surer
 
 @dataclass(frozen=True)
 class Failing:
-    """The parameters of a simulation, in seconds; `rate` is failures per host and day."""
+    """The parameters of a simulation, times in seconds; `rate` is failures per host and day.
+
+    `interval` is the training between two checkpoints, `stall` the wait for a checkpoint, `detection` the time until a
+    failure is noticed, `restart` the time until the ranks train again.
+    """
 
     hosts: int
     rate: float
-    interval: float  # of training between two checkpoints
-    stall: float  # that training waits for a checkpoint
+    interval: float
+    stall: float
     detection: float
     restart: float
 
@@ -324,7 +334,10 @@ class Failing:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The mean share of the time that trains, bounds of 90 % of the simulated runs, mean seconds between failures."""
+    """Shares of the time that trains, 0 to 1: the mean, and the bounds of 90 % of the simulated runs, `low` and `high`.
+
+    `between` is the mean number of seconds between failures.
+    """
 
     share: float
     low: float

@@ -45,8 +45,8 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
     """Train the run again in a new directory below `runs`, with the same data and code, and compare the two runs.
 
     If the data prepared again differ, returns the differences without training. If the new plan differs, stops the new
-    training and returns those. `tolerance` applies to the losses, in nats. Raises UserError when the run is not
-    finished, its data cannot be prepared, or the new training fails.
+    training and returns those. `tolerance` applies to the losses, in nats. Prints the new directory. Raises UserError
+    when the run is not finished, its data cannot be prepared, or the new training fails.
     """
     if not run.is_trained():
         raise UserError(f"{run.path} has not finished", fix="the command that started it finishes it")
@@ -117,7 +117,10 @@ def _wait_for_run(train: subprocess.Popen[bytes], runs: Path, former: Set[Path])
 
 
 def _compare_data(run: RunDir) -> Comparison | None:
-    """Run `finlm prepare` again; return a Comparison if data or tokenizer differ, else None. Raises UserError."""
+    """Run `finlm prepare` again; return a Comparison if data or tokenizer differ, else None.
+
+    Raises UserError when that fails.
+    """
     command = _finlm_command(["prepare", str(run.recipe.absolute())])
     prepared = subprocess.run(command, env=_code_env(run), capture_output=True, text=True, check=False)
     if prepared.returncode != 0:
@@ -160,7 +163,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison: last step, kills, first step with other rows or loss, and the files that differ."""
+    """What differs between two runs: the first step with other rows and that with another loss, and files.
+
+    A step is None where all are equal. `steps` is the last step, `other_files` names files of its checkpoint.
+    """
 
     steps: int
     kills: tuple[Kill, ...]
@@ -208,7 +214,7 @@ def verify_resume(recipe: str, sets: Sequence[str], kills: int, runs: Path | Non
 
 
 def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
-    """Train the recipe that model.init_from names, if any, and return the --set value for its export, as a list.
+    """Train the recipe that model.init_from names, if any, and return ["model.init_from=<its export>"] for --set.
 
     Returns [] when it names no recipe. Raises UserError when that training fails. Prints that it trains it.
     """
@@ -224,9 +230,9 @@ def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
 
 
 def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
-    """Train to the end and return the run. Missing the recipe's expect: (exit code 1) is accepted.
+    """Train to the end and return the run; exit code 1, numbers that miss the recipe's expect:, is accepted.
 
-    Raises UserError when the run does not get to its end. Prints the end of the log when it fails.
+    Raises UserError when the run does not get to its end, and then prints the end of the log.
     """
     code, run = _train(recipe, options, runs), _find_run(runs)
     if run is None or not run.is_trained():
@@ -247,7 +253,7 @@ def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
 def compare_finished(reference: RunDir, other: RunDir, killed: Sequence[tuple[str, int]] = ()) -> Verdict:
     """Return what differs between two finished runs. `killed` has (moment, last step) of each kill of `other`.
 
-    Raises UserError for a checkpoint's manifest that finlm did not write.
+    Raises UserError or FileNotFoundError for a manifest of the last checkpoint that cannot be read.
     """
     steps, theirs = _steps(reference), _steps(other)
     starts = [row["step"] for row in other.read_events("start")][1:]
@@ -268,7 +274,7 @@ def _steps(run: RunDir) -> dict[int, tuple[int, float]]:
 
 
 def _train(recipe: str, options: Sequence[str], runs: Path) -> int:
-    """Run `finlm train` to its end and return the exit code. Its output is appended to <runs>.log."""
+    """Run `finlm train` with these options to its end and return the exit code. Appends its output to <runs>.log."""
     runs.mkdir(parents=True, exist_ok=True)
     with (runs.with_suffix(".log")).open("ab") as log:
         command = _finlm_command(["train", recipe, *options, "--runs", str(runs)])
@@ -278,11 +284,11 @@ def _train(recipe: str, options: Sequence[str], runs: Path) -> int:
 def _train_and_kill(
     recipe: str, options: Sequence[str], runs: Path, chance: random.Random, steps: int, while_saving: bool
 ) -> tuple[str, int] | None:
-    """Train until a random moment, then kill all processes; return (moment, last step).
+    """Train until a random moment, then kill all processes; return (moment in words, last step).
 
-    Returns None when the run was trained to its end before. The moment is a random time after a random step; with
-    `while_saving`, it also waits until a half-written checkpoint appears. Output is appended to <runs>.log. Raises
-    UserError when the training fails, or records no step for an hour and is killed.
+    Returns None when the run was trained to its end before. The moment is a random time after a random step, of a run
+    of `steps` steps; with `while_saving`, it also waits until a half-written checkpoint appears. Output is appended to
+    <runs>.log. Raises UserError when the training fails, or records no step for an hour and is killed.
     """
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)

@@ -51,7 +51,7 @@ class Process:
 
 @dataclass
 class Xid:
-    """An error report of the NVIDIA driver: its number, the GPU's PCI address, its age and its text."""
+    """An error report of the NVIDIA driver: its number, the GPU's PCI address, its age in seconds and its text."""
 
     xid: int
     pci: str
@@ -138,7 +138,7 @@ def gather_facts(with_torch: bool) -> Facts:
 
 
 def run(*command: str, seconds: float = 30) -> tuple[int, str]:
-    """Return the exit code and stripped output of a command; (127, reason) if it cannot start or is too slow."""
+    """Return a command's exit code and stripped output; (127, reason) if it cannot start or takes over `seconds`."""
     pipe, to_output = subprocess.PIPE, subprocess.STDOUT
     try:
         done = subprocess.run(command, stdout=pipe, stderr=to_output, stdin=subprocess.DEVNULL, timeout=seconds)

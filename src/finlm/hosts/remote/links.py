@@ -40,7 +40,10 @@ class Peer:
 
 @dataclass
 class Request:
-    """What a host is to do, within `seconds`. `token` is a random text that all hosts of this examination share."""
+    """What a host is to do, within `seconds`: its name `me`, the rendezvous port, and the hosts to call and log in to.
+
+    `token` is a random text that all hosts of this examination share.
+    """
 
     me: str
     port: int  # 0: nobody listens
@@ -235,10 +238,10 @@ def call(request: Request, addresses: list[str], deadline: float) -> Call:
 
 
 def try_login(argv: list[str], gate: threading.Semaphore) -> Login:
-    """Run `argv`, a remote `true` over ssh, and return its exit code and stderr; code 255 after 15 s.
+    """Run `argv`, a remote `true` over ssh, and return its exit code and stderr.
 
-    Tries once more when the connection was dropped, as a busy ssh server does at random. `gate` limits how many logins
-    run at a time.
+    The code is 255 after 15 s or when ssh cannot start. Tries once more when the connection was dropped, as a busy ssh
+    server does at random. `gate` limits how many logins run at a time.
     """
     for _ in range(2):
         with gate:

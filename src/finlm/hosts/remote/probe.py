@@ -269,7 +269,7 @@ def limits() -> dict[str, list[int | None]]:
 
 
 def tool(name: str) -> Tool | None:
-    """Return a compiler's path and version, from PATH, beside this interpreter or CUDA_HOME/bin; None without."""
+    """Return a compiler's path and version, from PATH, beside this interpreter or CUDA_HOME/bin; None if not there."""
     on_path, cuda = shutil.which(name), os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = on_path or shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{cuda}/bin")
     if path is None:
