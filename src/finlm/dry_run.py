@@ -83,7 +83,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
     """Return {step name: (state, words)} of `resume` and `run directory`; set t.resumed to the unfinished run, or None.
 
     With an unfinished run, also sets t.plan to its plan. Takes no lock and reads no checkpoint. Prints why a run is not
-    continued.
+    continued. Raises UserError as lineage.find_continuable() does.
     """
     where = t.recipe, t.plan, t.shards.directory, t.runs
     t.resumed = None if t.new else lineage.find_unfinished(*where)
@@ -127,9 +127,9 @@ def _look_after_launch(t: pipeline.Training) -> Known:
 def adapt(t: pipeline.Training, adapter: str) -> list[str]:
     """Make or reuse the run directory, write another launcher's files there, and return its shell commands to type.
 
-    `adapter` is torchrun, accelerate, slurm, k8s or ray. Reuses the directory of an unfinished run. Prepares the data
-    if necessary and sets fields of `t`. Raises UserError when a parent recipe has no finished run, nothing fits, the
-    run is in use, or the launcher cannot express it.
+    `adapter` is torchrun, accelerate, slurm, k8s or ray. Reuses the directory of an unfinished run that is not trained.
+    Prepares the data if necessary and sets fields of `t`. Raises UserError when a parent recipe has no finished run,
+    nothing fits, the run is in use, or the launcher cannot express it.
     """
     if parents.is_recipe(t.recipe.model.init_from):
         pipeline.set_start_model(t, lineage.model_directory(t.recipe, t.runs))

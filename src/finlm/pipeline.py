@@ -327,7 +327,7 @@ def open_run(t: Training) -> None:
 def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
     """Make the run directory with recipe, plan, DeepSpeed settings, manifest and a copy of the code; return it.
 
-    Named by recipe and time. Takes over the checkpoint and events of `earlier`. Removes the directory when it fails.
+    Named by recipe and time. Takes over checkpoint and events of `earlier`. An error is raised and leaves no directory.
     """
     stem = f"{t.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with reserve_run(t.runs.absolute(), stem) as path, step_cache.new_directory(path) as temporary:

@@ -56,7 +56,7 @@ def gather_checkpoint(
     copy on disk; a host that does not give its part is skipped if the other hosts have the files of all ranks together.
 
     `started` is called with each rsync process. `spare_bytes` is how many bytes must stay free on this disk; if it is
-    above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here and nowhere else, and
+    above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here and nowhere else. Raises
     UserError when the parts do not fit on the disk, differ from their sha256 or come from different saves, or when
     rsync fails.
     """

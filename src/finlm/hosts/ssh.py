@@ -157,7 +157,7 @@ def run(
     """Run argv on the host with `stdin` as its input, wait, and return its exit code and output.
 
     Raises UserError when ssh is not installed or fails (exit code 255), when the program is missing on the host (127),
-    after `timeout_seconds` and, if `check`, on any other exit code than 0.
+    and after `timeout_seconds`. If `check`, any other exit code but 0 raises it too.
     """
     line = command(host, argv, accept_new_keys=accept_new_keys)
     try:

@@ -44,6 +44,7 @@ class Line:
     """
 
     def __init__(self) -> None:
+        """Start the thread that writes and the thread that reads."""
         self.heard = time.monotonic()
         self.open = True
         self._requests: queue.SimpleQueue[messages.Request | None] = queue.SimpleQueue()
@@ -105,8 +106,8 @@ class Line:
 def main() -> None:
     """Greet the head, start the ranks that it asks for, and follow them to their end.
 
-    Exits the process: with 0 once no rank is left, with 1 when the head asks for something else or nothing in time,
-    former ranks still hold the run's lock, or the launcher cannot be started.
+    Exits the process with 0 once no rank is left. Exits with 1 when the head asks for something else or nothing in
+    time, former ranks still hold the run's lock, or the launcher cannot be started.
     """
     processes.shield()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
@@ -300,6 +301,7 @@ class Sender(threading.Thread):
     """
 
     def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:
+        """Note up to which byte each file has been sent; the thread begins at start()."""
         super().__init__(daemon=True)
         self.line, self.root, self.patterns = line, root, patterns
         sizes = {path: path.stat().st_size for path in self._files()}
@@ -349,6 +351,7 @@ class Ranks:
     """
 
     def __init__(self, launcher: int, count: int) -> None:
+        """Begin with no rank known; find_ended() looks for them."""
         self.launcher, self.count = launcher, count
         self.pids: dict[int, int] = {}
         self.born: dict[int, str] = {}  # when each pid's process started: the kernel gives pids away again

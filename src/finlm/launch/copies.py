@@ -62,6 +62,7 @@ class Copier:
     """The work of the copying thread: copy the newest checkpoint that events.jsonl records."""
 
     def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> None:
+        """Note where events.jsonl ends now: only later events count."""
         self.run, self.keep, self.hosts, self.accept_new_keys = run, recipe.checkpoint, hosts, accept_new_keys
         self.has_ranks_here = any(ssh.is_this_machine(host.destination) for host in hosts.hosts)
         self.no_more, self.cancelled = threading.Event(), threading.Event()

@@ -48,6 +48,7 @@ class Session:
     """
 
     def __init__(self, host: Host, node: int, ranks: range, *, local: bool, stream: bool, patience: float) -> None:
+        """Keep the arguments; start() starts the agent."""
         self.host, self.node, self.ranks, self.patience = host, node, ranks, patience
         self.local, self.stream = local, stream
         self.hello: messages.Hello | None = None
@@ -269,6 +270,7 @@ class HostsBack(Exception):
     """Raised when the ranks have stopped with a checkpoint because the hosts `names`, which were away, answer again."""
 
     def __init__(self, names: Sequence[str]) -> None:
+        """Make the exception; its text is the names, joined by commas."""
         super().__init__(", ".join(names))
         self.names = names
 

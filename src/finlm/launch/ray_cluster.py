@@ -92,6 +92,7 @@ class _Node:
     """A host that runs ray_node.py, as a child process or over ssh."""
 
     def __init__(self, host: Host, *, is_local: bool = False) -> None:
+        """Keep the host; connect() starts the program."""
         self.host, self.is_local = host, is_local
         self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the connection closed

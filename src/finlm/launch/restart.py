@@ -120,6 +120,7 @@ class Restarts:
     """The failures of a run on a fixed set of hosts. After each failure it waits for the next launch, or raises."""
 
     def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster) -> None:
+        """Begin with no failure."""
         self.run, self.recipe, self.hosts = run, recipe, hosts
         self.failures: list[Failure] = []
 
@@ -150,8 +151,8 @@ class Restarts:
     def wait_after_no_start(self, error: UserError, plan: Plan) -> None:
         """Note a launch that did not start and sleep before the next, since a failed host may take a while to answer.
 
-        Raises `error` when no failure came before it, RunFailed when the restarts are used up, and HostLost when the
-        host does not answer and the run can go on without it. Otherwise prints and records the restart.
+        Prints and records the restart. Instead raises `error` when no failure came before it, and RunFailed when the
+        restarts are used up. Raises HostLost when the host does not answer and the run can go on without it.
         """
         if not self.failures:
             raise error
@@ -262,9 +263,9 @@ def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause
 def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure: RunFailed, host: str) -> None:
     """Raise HostLost if the run can go on without `host`; else return.
 
-    It can when other hosts or spares remain and there is no checkpoint yet, or there is one that is whole without the
-    host, or the host still answers and can give its part. It never can with optimizer states on NVMe, which no other
-    plan can read.
+    It can when other hosts or spares remain and one of these holds: there is no checkpoint yet; a checkpoint is whole
+    without the host; the host still answers and can give its part. It never can with optimizer states on NVMe, which no
+    other plan can read.
     """
     if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # which no other plan can take
         return

@@ -393,8 +393,8 @@ def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) ->
     """Return the ranks to blame for a hang; [] when nothing distinguishes any from the others.
 
     `stacks`, not empty, has () for a rank that did not answer; `states` has the kernel's state letters. Blames ranks
-    that are stopped, else ranks without a stack, else those that wait in no collective, else the smallest groups that
-    wait at the same line, if these are under half of all ranks.
+    that are stopped, else ranks without a stack, else those that wait in no collective. Else blames the smallest groups
+    that wait at the same line, if these are under half of all ranks.
     """
     stopped = [rank for rank in stacks if states.get(rank) in ("T", "t")]
     mute = [rank for rank, stack in stacks.items() if not stack]

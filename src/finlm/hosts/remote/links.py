@@ -164,6 +164,7 @@ class Listener:
     """
 
     def __init__(self, request: Request, expected: set[str]) -> None:
+        """Listen on request.port and start the thread; if that fails, only set `state`."""
         self.request, self.expected, self.ended = request, expected, threading.Event()
         self.state = Port(request.port)
         try:
@@ -257,7 +258,7 @@ def try_login(argv: list[str], gate: threading.Semaphore) -> Login:
 
 
 def list_cards() -> list[Card]:
-    """Return this host's network interfaces with their addresses, state and speed in Mbit/s."""
+    """Return this host's network interfaces with their addresses, state and speed in Mbit/s. Raises OSError."""
     cards = {}
     for _, name in socket.if_nameindex():
         speed = read(f"/sys/class/net/{name}/speed")

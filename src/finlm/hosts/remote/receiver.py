@@ -55,9 +55,9 @@ class Request:
 class Prepared:
     """The reply to "prepare": whether this host may be written to.
 
-    `state` is "ready", "shared" (this is the source's own disk), "foreign" (a directory that sync did not write) or
-    "taken" (there are files in the way that sync did not put there). `names` are the first of the `count` files in the
-    way. `is_run`, `holder` and `is_held` describe a foreign run directory. `removed` and `changed` count files.
+    `state` is "ready", "shared" (this is the source's own disk), "foreign" (sync did not write the directory) or
+    "taken" (files that sync did not put there are in the way). `names` are the first of the `count` files in the way.
+    `is_run`, `holder` and `is_held` describe a foreign run directory. `removed` and `changed` count files.
     """
 
     state: str
@@ -251,7 +251,7 @@ def verify(request: Request) -> dict[str, Proof]:
 
 
 def read_run(root: Path) -> Contents:
-    """Return the checkpoints, source and lock of a run directory; writes nothing."""
+    """Return the checkpoints, source and lock of a run directory; writes nothing. ValueError for a damaged record."""
     parts = {}
     for path in sorted(root.glob("checkpoints/step-*/manifest.json")):
         if path.parent.name[5:].isdigit():
