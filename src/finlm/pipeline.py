@@ -147,8 +147,8 @@ def _train_on(t: Training) -> int:
 def _recover(t: Training, error: StepFailed | UserError) -> Training | None:
     """Return the Training with which the run goes on after `error`; None when there is none.
 
-    Tries other hosts (spares first) until their plan can resume the run, else waits until the lost hosts answer. Prints
-    what is done and records a `restart` event. Runs launch.notify before it returns None.
+    Tries other hosts (spares first) until their plan can resume the run; else, if all lost hosts may come back, waits
+    until they answer. Prints and records (`restart`) what is done. Runs launch.notify before it returns None.
     """
     lost = _find_lost_hosts(t, error)
     said = error.problem if isinstance(error, UserError) else str(error)

@@ -45,12 +45,12 @@ class SyncTree:
     files: dict[str, str]
     size_bytes: int
     follow_links: bool
-    there: Path | None = None  # where it lies on the host; the same path when None
+    path_there: Path | None = None  # where it lies on the host; the same path when None
 
     @property
     def key(self) -> str:
         """The tree's path on the host, as text that survives JSON."""
-        return receiver.text(self.there or self.path)
+        return receiver.text(self.path_there or self.path)
 
     @cached_property
     def sha256(self) -> str:
@@ -219,13 +219,13 @@ def _fingerprint_tree(role: Role, path: Path, names: list[str], *, follow: bool)
     return CheckedTree(role, path.absolute(), receiver.fingerprints(str(path.absolute()), names, follow), follow)
 
 
-def differences(tree: CheckedTree, there: Mapping[str, str | None]) -> Iterator[str]:
+def differences(tree: CheckedTree, fingerprints: Mapping[str, str | None]) -> Iterator[str]:
     """Yield `name: why` for every file that is missing on the host, or whose fingerprint there is another than here.
 
-    `there` has the host's fingerprints by name. A file whose fingerprint here is ANY only has to exist there.
+    `fingerprints` are the host's, by name. A file whose fingerprint here is ANY only has to exist there.
     """
     for name, expected in tree.files.items():
-        seen = there.get(name)
+        seen = fingerprints.get(name)
         if seen is None or expected not in (seen, ANY):
             yield f"{name}: " + ("missing" if seen is None else f"{_short(seen)}, here {_short(expected)}")
 
@@ -279,24 +279,24 @@ def send(
     """
     if not names:
         return Sent()
-    there = tree.there or tree.path
-    line = rsync_command(host, there, follow_links=tree.follow_links, whole=whole, accept_new_keys=accept_new_keys)
+    path_there = tree.path_there or tree.path
+    line = rsync_command(host, path_there, follow_links=tree.follow_links, whole=whole, accept_new_keys=accept_new_keys)
     output = _run(line, host, tree.path, names, percent=percent)
     return Sent(_parse_number(rb"regular files transferred", output), _parse_number(rb"Literal data", output))
 
 
 def fetch(
-    host: str, there: Path, path: Path, names: list[str], *, accept_new_keys: bool, started: Started = lambda _: None
+    host: str, source: Path, target: Path, names: list[str], *, accept_new_keys: bool, started: Started = lambda _: None
 ) -> None:
-    """Copy the files `names` below `there` on the host to `path` here with rsync, following links.
+    """Copy the files `names` below `source` on the host to `target` here with rsync, following links.
 
     Does nothing for an empty list. `started` is called with the rsync process, so that the caller can kill it. Raises
     UserError with ssh's or rsync's reason when rsync fails.
     """
     if not names:
         return
-    *settings, here, far = rsync_command(host, there, follow_links=True, whole=False, accept_new_keys=accept_new_keys)
-    _run([*settings, far, here], host, path, names, started=started)
+    *settings, here, far = rsync_command(host, source, follow_links=True, whole=False, accept_new_keys=accept_new_keys)
+    _run([*settings, far, here], host, target, names, started=started)
 
 
 def _run(

@@ -89,7 +89,7 @@ def sync(
             screen.say(f"{tree.path}: {len(tree.files):,} files, {size}, tree {tree.sha256[:12]}")
         jobs = {}
         for name in remote:
-            moved = tuple(dataclasses.replace(tree, there=hosts[name](tree.path)) for tree in trees)
+            moved = tuple(dataclasses.replace(tree, path_there=hosts[name](tree.path)) for tree in trees)
             jobs[name] = Job(hosts[name](root), moved, token, accept_new_keys, dry_run)
         results |= _sync_all_hosts(jobs)
     return [results[name] for name in hosts]
@@ -346,13 +346,13 @@ def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: s
     )
 
 
-def _ask_about_job(host: str, job: Job, what: str) -> Any:
-    """Send the host the request `what`, "prepare" or "verify", for the job's trees; return the reply's JSON value.
+def _ask_about_job(host: str, job: Job, action: str) -> Any:
+    """Send the host the request `action`, "prepare" or "verify", for the job's trees; return the reply's JSON value.
 
     Waits up to 120 s and the time to hash all bytes at 20 MB/s. Raises UserError as ask() does.
     """
     request = receiver.Request(
-        what,
+        action,
         job.trees[0].key,
         source=f"{os.uname().nodename}:{receiver.text(job.trees[0].path)}",
         token=job.token,

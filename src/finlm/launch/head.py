@@ -73,16 +73,16 @@ class Session:
         """The host's name in the hostfile."""
         return self.host.name
 
-    def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new_keys: bool) -> None:
+    def start(self, run: RunDir, path_there: Path, python: str, port: int | None, accept_new_keys: bool) -> None:
         """Start the agent, over ssh or as a child process, and a thread that reads its messages; send it the greeting.
 
-        `there` is the run directory's path on the host, `python` the interpreter there. `port` is the rendezvous port
-        to try (0: any), None unless this is the first host. Raises OSError when ssh, or the interpreter here, cannot be
-        started.
+        `path_there` is the run directory's path on the host, `python` the interpreter there. `port` is the rendezvous
+        port to try (0: any), None unless this is the first host. Raises OSError when ssh, or the interpreter here,
+        cannot be started.
         """
         with contextlib.suppress(FileNotFoundError, files.NotJson):  # without fsync it may be empty after a power cut
             self.sent = files.read_json(self._sent_file(run))
-        code = there / "code"
+        code = path_there / "code"
         agent = ["-u", "-m", "finlm.launch.agent"]
         if self.local:
             line = [python, *agent]
@@ -105,7 +105,9 @@ class Session:
         self.heard = self._began = time.monotonic()
         threading.Thread(target=self._listen, args=(run,), daemon=True).start()
         events, slots = self.node == 0, self.host.slots
-        self.send(messages.Greet(str(there), self.name, slots, port, self.stream, events, self.patience, self.sent))
+        self.send(
+            messages.Greet(str(path_there), self.name, slots, port, self.stream, events, self.patience, self.sent)
+        )
 
     def send(self, request: messages.Request) -> None:
         """Send a request to the agent. Does nothing when the agent is gone, which `closed` shows."""
@@ -186,7 +188,7 @@ class Session:
     def _store_message(self, run: RunDir, message: messages.Reply | None) -> None:
         """Store the fields of a message in this session's attributes, and append a log's text to its file here.
 
-        Raises ValueError as _append_block() does.
+        Raises ValueError for a file outside the run directory.
         """
         match message:
             case messages.Hello():

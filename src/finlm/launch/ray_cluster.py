@@ -136,16 +136,17 @@ class _Node:
                     self._said.put(json.loads(line[len(mark) :]))
         self._said.put(None)
 
-    def _wait_message(self, seconds: float, what: str) -> dict[str, Any]:
+    def _wait_message(self, seconds: float, action: str) -> dict[str, Any]:
         """Return the program's next message. Raises UserError when it ended or was silent for `seconds`.
 
-        `what` is a verb phrase, what the host did not do, for the error.
+        `action` is a verb phrase for the error: what the host did not do.
         """
         try:
             said = self._said.get(timeout=seconds)
         except queue.Empty:
             raise UserError(
-                f"{self.host.name} did not {what} within {seconds:.0f} s", fix=f"look at its load: ssh {self.host.name}"
+                f"{self.host.name} did not {action} within {seconds:.0f} s",
+                fix=f"look at its load: ssh {self.host.name}",
             ) from None
         if said is None:
             assert self._process is not None

@@ -182,7 +182,8 @@ class Restarts:
 def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: str, seconds: float = 0.0) -> None:
     """Append a `restart` event to events.jsonl and run launch.notify, if set.
 
-    `after` is the problem, `action` what is done about it, `seconds` the time until the next launch.
+    `after` is the problem, `host` the host to blame or "", `action` what is done, `seconds` the time until the next
+    launch.
     """
     number = 1 + sum(1 for _ in run.read_events("restart"))
     runs.record_event(run, "restart", number=number, after=after, host=host, action=action, seconds=seconds)

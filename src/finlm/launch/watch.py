@@ -60,9 +60,10 @@ class Progress:
     excused: dict[str, float] = field(default_factory=dict)  # Session.heard by host, as note_sleep set it
 
     def note_finished(self, now: float) -> float:
-        """Set the time of the last finished thing to `now`; return the seconds of silence before if printed, else 0.
+        """Note that something was finished at `now`, monotonic seconds.
 
-        A silence that was not printed, after the first step, may become the new `longest`.
+        Returns the seconds of silence before it if that silence was printed, else 0. After the first step, a silence
+        that was not printed may become the new `longest`.
         """
         silence, reported = self.since(now), self.reported
         if self.stepped and not reported:  # a silence is no measure of what is usual

@@ -259,8 +259,8 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
 def _measure(run: RunDir, injuries: Sequence[Injury], began: float, stopped: float) -> float:
     """Set what each fault cost in `injuries`, and return the share of the time (0 to 1) that trained steps that count.
 
-    A fault loses the time until the next finished step, plus the steps done again at the median time of a step. `began`
-    and `stopped` are unix seconds.
+    A fault after which the ranks started again loses the time until the next finished step, plus the steps done again
+    at the median time of a step. Other faults lose nothing. `began` and `stopped` are unix seconds.
     """
     rows = list(run.read_events())
     steps = [row for row in rows if row["kind"] == "step"]
