@@ -115,8 +115,8 @@ def test_sinks_or_windows_that_are_lost_fail(lost: str, monkeypatch: pytest.Monk
 
 
 def test_a_bias_that_is_dropped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    at, kept = case("qwen2"), cells.lora.Nf4Linear
-    monkeypatch.setattr(cells.lora, "Nf4Linear", lambda matrix, _bias: kept(matrix))
+    at, kept = case("qwen2"), cells.start.Nf4Linear
+    monkeypatch.setattr(cells.start, "Nf4Linear", lambda matrix, _bias: kept(matrix))
     assert "logits are" in cells.CELLS["4 bits"](at)
 
 

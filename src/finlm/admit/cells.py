@@ -31,8 +31,9 @@ from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Lora
 from finlm.rows.shards import IGNORED
 from finlm.train import batches
-from finlm.train.model import kernels, lora
+from finlm.train.model import kernels
 from finlm.train.model.causal_lm import causal_class, has_sinks, plain_attention
+from finlm.train.post import start
 
 VOCABULARY, PADDED = 500, 512
 LENGTHS = ((48,), (7, 30, 11), (1, 46, 1))  # of the documents of each row
@@ -177,7 +178,7 @@ def check_adapters(case: Case) -> str:
     names = list(shape.adapted(recipe, found))
     if not names:
         return "no linear layer to adapt"
-    settings = lora.lora_config(recipe)
+    settings = start.lora_config(recipe)
     settings.target_modules = set(names)
     model = get_peft_model(build(case.small, "eager", case.plain), settings)
     with torch.no_grad():
@@ -188,7 +189,7 @@ def check_adapters(case: Case) -> str:
     if trained != (planned := shape.adapter_parameters(recipe, found)):
         return f"{trained:,} parameters of adapters, {planned:,} planned"
     merged = build(case.small, "eager")
-    weights = lora.merge_adapters(model.state_dict(), recipe)
+    weights = start.merge_adapters(model.state_dict(), recipe)
     if case.small.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     missing, unknown = merged.load_state_dict(weights, strict=False)
@@ -211,7 +212,7 @@ def check_four_bits(case: Case) -> str:
         refused = [key for key, _ in shape.problems(case.recipe.model_copy(update=asked))]
         return "" if "lora.quantize" in refused else "lora.quantize is not refused, and leaves the experts in 16 bits"
     rounded, packed_ = build(case.small, "eager", case.plain), build(case.small, "eager", case.plain)
-    lora.quantize(packed_, "cpu")
+    start.quantize(packed_, "cpu")
     with torch.no_grad():
         for name, module in rounded.model.layers.named_modules():
             if isinstance(module, torch.nn.Linear):

@@ -242,14 +242,12 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
     Writes the tokenizer's files and chat template too, as export() does. Raises UserError when the run trained every
     weight, `out` exists, or the checkpoint is not complete or is damaged.
     """
-    from finlm.train.model import lora  # loads torchao
-
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
     checkpoint = complete_checkpoint(checkpoint)
     run = run_of_checkpoint(checkpoint)
     recipe = recipes.load(run.recipe).recipe
-    settings = lora.lora_config(recipe)
+    settings = start.lora_config(recipe)
     if settings is None:
         raise UserError(
             f"{run.path.name} trained every weight and has no adapters", fix="leave --adapter out: that is the model"

@@ -234,12 +234,10 @@ def load_trained(checkpoint: Path) -> Trained:
         model = kind._from_config(config, attn_implementation=plain_attention(config), dtype=DTYPES[plan.precision])
     weights = read_weights(checkpoint, plan)
     if recipe.lora is not None:
-        from finlm.train.model import lora  # loads torchao
-
         if is_quantized(recipe):
-            matrices = lora.load_matrices(recipe, DTYPES[plan.precision])
+            matrices = start.load_matrices(recipe, DTYPES[plan.precision])
             weights |= {f"base_model.model.{name}": matrix for name, matrix in matrices.items()}
-        weights = lora.merge_adapters(weights, recipe)
+        weights = start.merge_adapters(weights, recipe)
     weights.pop("value_head.weight", None)  # of grpo.form: ppo; it judges, and writes nothing
     for name in VOCABULARY:  # without the rows that padded it
         if name in weights:

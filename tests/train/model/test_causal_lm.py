@@ -17,7 +17,7 @@ from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
-from finlm.train.model import causal_lm, lora
+from finlm.train.model import causal_lm
 from finlm.train.post import start
 
 from helpers import QUICKSTART, TINY
@@ -33,7 +33,7 @@ def built(*overrides: str) -> LlamaForCausalLM:
     """The tiny model."""
     loaded, plan = planned(*overrides)
     shape_config = causal_lm.model_config(loaded, plan, 1, 2)
-    return lora.build(loaded, plan, Path("ds_config.json"), shape_config, Path("tokenizer.model"))
+    return start.load_model(loaded, plan, Path("ds_config.json"), shape_config, Path("tokenizer.model"))
 
 
 def test_the_plan_counts_the_parameters_that_the_model_has() -> None:
@@ -154,7 +154,7 @@ def test_the_configuration_is_looked_at_again_where_the_weights_are(source: Llam
         (tmp_path / "config.json").write_text(json.dumps(said | changes))
         arguments = Path("ds_config.json"), causal_lm.model_config(loaded, plan, 1, 2), tmp_path
         with pytest.raises(UserError, match="does not have the recipe's shape") as caught:
-            lora.build(loaded, plan, *arguments)
+            start.load_model(loaded, plan, *arguments)
         assert evidence in caught.value.evidence
 
 
@@ -237,7 +237,7 @@ def test_padding_rows_are_zero_and_change_no_other_weight(tmp_path: Path) -> Non
     loaded, plan = planned()
     wide = dataclasses.replace(plan, padded_vocab_size=plan.vocab_size + 64)
     arguments = Path("ds_config.json"), causal_lm.model_config(loaded, plan, 1, 2), tmp_path
-    narrow, padded = (lora.build(loaded, one, *arguments) for one in (plan, wide))
+    narrow, padded = (start.load_model(loaded, one, *arguments) for one in (plan, wide))
     for name, parameter in narrow.named_parameters():
         found = padded.get_parameter(name)
         assert torch.equal(found[: len(parameter)], parameter)

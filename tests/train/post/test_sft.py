@@ -25,7 +25,8 @@ from finlm.rows import dialogues, packing
 from finlm.rows.shards import IGNORED
 from finlm.runs import proofs
 from finlm.train import batches
-from finlm.train.model import kernels, lora
+from finlm.train.model import kernels
+from finlm.train.post import start
 
 from dialogues import prepared, run, sample, sft, write
 from ranks import Ranks
@@ -262,12 +263,12 @@ def test_merging_adds_the_scaled_product() -> None:
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     state = {f"{layer}.base_layer.weight": weight, f"{layer}.lora_A.default.weight": down}
     state |= {f"{layer}.lora_B.default.weight": up, "base_model.model.lm_head.weight": weight}
-    found = lora.merge_adapters(state, wanted)
+    found = start.merge_adapters(state, wanted)
     assert set(found) == {"model.layers.0.self_attn.q_proj.weight", "lm_head.weight"}
     torch.testing.assert_close(found["model.layers.0.self_attn.q_proj.weight"], weight + 4 * up @ down)
     with pytest.raises(RuntimeError, match="2 trained adapters belong to no weight"):
         stem = "base_model.model.model.embed_tokens.lora_embedding_"
-        lora.merge_adapters(state | {f"{stem}A.default": down, f"{stem}B.default": up}, wanted)
+        start.merge_adapters(state | {f"{stem}A.default": down, f"{stem}B.default": up}, wanted)
 
 
 def test_dialogues_and_documents_mix_by_weight_and_each_has_its_loss(

@@ -32,11 +32,11 @@ from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
 from finlm.train.entry import Rank
-from finlm.train.model import kernels, lora
+from finlm.train.model import kernels
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 from finlm.train.post import rollouts, start, trainers
 from finlm.train.post.rollouts import Prompt, Rewards, read_prompts
-from finlm.train.post.start import load_start, padding_tokenizer
+from finlm.train.post.start import load_start, lora_config, padding_tokenizer
 from finlm.train.post.trainers import Recorded, arguments
 from finlm.train.zero.storage import State
 
@@ -378,7 +378,7 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
         args=trl_settings(r),
         # Read only for the first row, by which trl tells the kind of data.
         train_dataset=Dataset.from_list([{"prompt": "-", "answer": "A"}]),
-        peft_config=lora.lora_config(r.recipe),
+        peft_config=lora_config(r.recipe),
     )
 
 

@@ -30,7 +30,7 @@ from finlm.rows.dialogues import Pair
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
 from finlm.train.entry import Rank
-from finlm.train.model import causal_lm, lora
+from finlm.train.model import causal_lm
 from finlm.train.post import start
 from finlm.train.post.start import RewardHead, forward_without_mask, load_start, padding_id, padding_tokenizer
 from finlm.train.post.trainers import Recorded, arguments, drain_metrics, spread
@@ -363,4 +363,4 @@ def make(r: Rank[Recipe]) -> PairTrainer:
     if r.recipe.dpo is None:
         return JudgeTrainer(r, model, **given)
     kind = OddsTrainer if r.recipe.dpo.loss == "orpo" else PreferenceTrainer
-    return kind(r, model, **given, peft_config=lora.lora_config(r.recipe))
+    return kind(r, model, **given, peft_config=start.lora_config(r.recipe))

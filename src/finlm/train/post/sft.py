@@ -29,7 +29,7 @@ from finlm.rows.shards import IGNORED, Ids
 from finlm.train import batches
 from finlm.train.batches import Batches, Numbers
 from finlm.train.entry import Rank
-from finlm.train.model import causal_lm, kernels, lora, products
+from finlm.train.model import causal_lm, kernels, products
 from finlm.train.model.causal_lm import model_config
 from finlm.train.post import start
 from finlm.train.post.trainers import Recorded, arguments
@@ -154,7 +154,7 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
         order = packing.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, seed)
     batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
     config = model_config(recipe, plan, r.shards.bos_id, r.shards.eos_id)
-    model = lora.build(recipe, plan, r.run.ds_config, config, r.shards.tokenizer)
+    model = start.load_model(recipe, plan, r.run.ds_config, config, r.shards.tokenizer)
     inputs, labels = rows.read(np.zeros(1, dtype=np.int64))
     first = {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
     return DialogueTrainer(
@@ -166,7 +166,7 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
         train_dataset=IterableDataset.from_generator(_yield_row, gen_kwargs={"row": first}),
         processing_class=start.dialogue_tokenizer(r.shards),
         data_collator=_refuse_collator,
-        peft_config=lora.lora_config(recipe),
+        peft_config=start.lora_config(recipe),
     )
 
 

@@ -13,7 +13,7 @@ from finlm.base.rundir import RunDir
 from finlm.evals import suite
 from finlm.inference.open import load_trained
 from finlm.plan.plan import Plan
-from finlm.train.model import lora
+from finlm.train.post import start
 
 from dialogues import run, sample, sft, write
 from ranks import Ranks
@@ -39,7 +39,7 @@ def whole(finished: tuple[RunDir, str], source: Path, ranks: Ranks, tmp_path_fac
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_matrix_in_four_bits_multiplies_as_it_is_rounded(dtype: torch.dtype) -> None:
     matrix, x = torch.randn(192, 320).to(dtype), torch.randn(7, 320).to(dtype).requires_grad_()
-    layer = lora.Nf4Linear(matrix)
+    layer = start.Nf4Linear(matrix)
     kept = layer.weight.quantized_data.nbytes + layer.weight.quantized_scalers.nbytes
     assert kept < 0.52 * matrix.numel() and not list(layer.parameters()) and not layer.state_dict()
     rounded = layer.weight.get_original_weight()
