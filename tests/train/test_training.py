@@ -6,6 +6,8 @@ import dataclasses
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +27,7 @@ from finlm.recipe import recipe
 from finlm.train.model import products
 from finlm.train.zero import engine
 
-from helpers import logs
+from helpers import ROOT, logs
 from ranks import Ranks
 
 # The first optimizer on the CPU waits for DeepSpeed's compiler: 50 s alone, minutes beside other tests.
@@ -129,6 +131,14 @@ def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expecte
 def test_a_rank_that_does_not_compile_does_not_import_inductor(make_run: Any, ranks: Ranks) -> None:
     run = make_run("train.steps=4", "optim.warmup_steps=2", ranks=1)
     assert ranks.codes(run, "without_inductor") == [0], logs(run)
+
+
+def test_a_rank_imports_torchao_only_where_it_uses_it() -> None:
+    code = (
+        "import sys; from finlm.train.__main__ import skip_torchao; skip_torchao();"
+        "import finlm.train.pretrain, finlm.train.post.sft; sys.exit('torchao' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", check=False).returncode == 0
 
 
 def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(make_run: Any, ranks: Ranks) -> None:
