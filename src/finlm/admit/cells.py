@@ -174,8 +174,8 @@ def check_adapters(case: Case) -> str:
     from peft import get_peft_model
 
     recipe = case.recipe.model_copy(update={"lora": Lora(rank=4, alpha=8)})
-    found = shape.of_config(case.small.to_dict(), VOCABULARY, case.row)
-    names = list(shape.adapted(recipe, found))
+    sizes = shape.of_config(case.small.to_dict(), VOCABULARY, case.row)
+    names = list(shape.adapted(recipe, sizes))
     if not names:
         return "no linear layer to adapt"
     settings = start.lora_config(recipe)
@@ -186,7 +186,7 @@ def check_adapters(case: Case) -> str:
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if trained != (planned := shape.adapter_parameters(recipe, found)):
+    if trained != (planned := shape.adapter_parameters(recipe, sizes)):
         return f"{trained:,} parameters of adapters, {planned:,} planned"
     merged = build(case.small, "eager")
     weights = start.merge_adapters(model.state_dict(), recipe)
@@ -249,12 +249,12 @@ def check_activations(case: Case) -> str:
     config = copy.deepcopy(case.small)
     layers = len(case.plain.model.layers)
     sizes = [_count_saved_bytes(config, times) for times in (1, 2)]
-    found = (sizes[1] - sizes[0]) / layers / (ROWS * batch()[0].shape[1])
+    saved = (sizes[1] - sizes[0]) / layers / (ROWS * batch()[0].shape[1])
     layout = memory.Layout("cuda", "bf16", 1, "none", "none", "none", ROWS, batch()[0].shape[1], 1)
     kept = memory.kept_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
     planned = kept / (layers * layout.tokens)
-    off = planned / found - 1
-    return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {found:,.0f} saved"
+    off = planned / saved - 1
+    return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {saved:,.0f} saved"
 
 
 def _count_saved_bytes(config: Any, times: int) -> int:
@@ -391,8 +391,8 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     if groups or hasattr(kind, "num_key_value_heads"):
         values["num_key_value_heads"] = {heads: HEADS, 1: 1}.get(int(groups or heads), 2)
     if hasattr(kind, "head_dim"):  # some classes have no number, and need one
-        own = int(known.get("head_dim") or 0)
-        values["head_dim"] = HEAD if own and own * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
+        head = int(known.get("head_dim") or 0)
+        values["head_dim"] = HEAD if head and head * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
     if known.get("rotary_dim") and known.get("head_dim"):
         values["rotary_dim"] = values["head_dim"] * int(known["rotary_dim"]) // int(known["head_dim"])
     values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key) and hasattr(kind, key)}
@@ -424,27 +424,27 @@ def few_layers(config: Config, known: Config, pattern: int) -> Config:
 
     `known` is the config with its class's defaults, `pattern` is that of the TypeRecord.
     """
-    found = dict[str, object]()
+    keys = dict[str, object]()
     if known.get("sliding_window"):
-        found["sliding_window"] = WINDOW
+        keys["sliding_window"] = WINDOW
     if pattern > 0 and not config.get("layer_types"):
-        found["num_hidden_layers"] = pattern
-    layers = pattern if "num_hidden_layers" in found else SMALL_LAYERS
+        keys["num_hidden_layers"] = pattern
+    layers = pattern if "num_hidden_layers" in keys else SMALL_LAYERS
     for key in traits.LISTS:
         if kinds := list(dict.fromkeys(config.get(key) or ())):
-            found[key] = [*kinds, *kinds * layers][:layers]
+            keys[key] = [*kinds, *kinds * layers][:layers]
     dense = len(traits.dense_layers(known))
-    found |= traits.with_dense(known, layers if dense == known["num_hidden_layers"] else min(dense, 1), layers)
+    keys |= traits.with_dense(known, layers if dense == known["num_hidden_layers"] else min(dense, 1), layers)
     if known.get("use_sliding_window") and "max_window_layers" in known:
-        found["max_window_layers"] = 1
-    return found
+        keys["max_window_layers"] = 1
+    return keys
 
 
 def _shrink_rope(rope: Config, pairs: int) -> Config:
     """Return RoPE's parameters for `pairs` pairs of dimensions and an original length of ORIGINAL tokens."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
-    found = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
-    if "original_max_position_embeddings" in found:
-        found["original_max_position_embeddings"] = ORIGINAL
-    return found
+    small = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
+    if "original_max_position_embeddings" in small:
+        small["original_max_position_embeddings"] = ORIGINAL
+    return small

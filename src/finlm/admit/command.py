@@ -63,17 +63,17 @@ def admit(model: str) -> Verdict:
     model_type = str(config["model_type"])
     row = make_row(model_type)
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
-        found = dict(examine(config, row, directory, trainer))
-    screen.table(("cell", "result"), [(name, why or "passed") for name, why in found.items()])
-    passed = not any(found.values())
+        results = dict(examine(config, row, directory, trainer))
+    screen.table(("cell", "result"), [(name, why or "passed") for name, why in results.items()])
+    passed = not any(results.values())
     shipped = model_type in files.read_json(traits.RECORD)
     if passed and not shipped:
         theirs = files.read_json(traits.user_file()) if traits.user_file().is_file() else {}
         known = {name: traits.TypeRecord(**values) for name, values in theirs.items()}
-        traits.write_records(known | {model_type: dataclasses.replace(row, cells=found)}, traits.user_file())
+        traits.write_records(known | {model_type: dataclasses.replace(row, cells=results)}, traits.user_file())
         screen.say(f"{model_type} is admitted; noted in {traits.user_file()}")
     seconds = round(time.monotonic() - began, 1)
-    return Verdict(model_type, passed, seconds, found)
+    return Verdict(model_type, passed, seconds, results)
 
 
 def read_config(model: str) -> tuple[traits.Config, Path | None]:
@@ -92,19 +92,19 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
             fix="give a directory with config.json, or a model_type such as qwen3",
         )
     try:
-        own = record.whole_config(model).to_dict()
+        defaults = record.whole_config(model).to_dict()
     except Exception as error:  # of transformers' classes there are many kinds
         raise UserError(
             f"transformers' {model} has no default configuration",
             evidence=" ".join(str(error).split())[:200],
             fix="give a directory with config.json",
         ) from None
-    heads = own.get("num_attention_heads")
-    if own.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
-        like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads, "num_experts_per_tok": 2}
+    heads = defaults.get("num_attention_heads")
+    if defaults.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
+        like = {"head_dim": defaults["hidden_size"] // heads, "num_key_value_heads": heads, "num_experts_per_tok": 2}
         like |= {"n_routed_experts": 8, "n_shared_experts": 1}
-        own |= {key: value for key, value in like.items() if key in own and own[key] is None}
-    return {k: 0.0 if k.endswith(traits.NOISE) else v for k, v in own.items() if v is not None}, None
+        defaults |= {key: value for key, value in like.items() if key in defaults and defaults[key] is None}
+    return {k: 0.0 if k.endswith(traits.NOISE) else v for k, v in defaults.items() if v is not None}, None
 
 
 def make_row(model_type: str) -> traits.TypeRecord:
@@ -163,10 +163,12 @@ def check_template(directory: Path) -> str:
     """Return how a dialogue's ids or loss spans differ from those by the model's own template; "" if equal."""
     encoder = encode.Encoder(encode.Rules(directory, Chat(template="model"), Sft(), 2**20))
     theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(DIALOGUE, tokenize=True, return_dict=False)
-    found = encoder.encode(DIALOGUE)
-    if found.ids != list(theirs):
-        return f"ids {found.ids[:8]}, the tokenizer's own {list(theirs)[:8]}"
-    learnt = encoder.tokenizer.decode([number for number, counts in zip(found.ids, found.mask, strict=True) if counts])
+    encoded = encoder.encode(DIALOGUE)
+    if encoded.ids != list(theirs):
+        return f"ids {encoded.ids[:8]}, the tokenizer's own {list(theirs)[:8]}"
+    learnt = encoder.tokenizer.decode(
+        [number for number, counts in zip(encoded.ids, encoded.mask, strict=True) if counts]
+    )
     if lost := [turn["content"] for turn in DIALOGUE if (turn["content"] in learnt) != (turn["role"] == "assistant")]:
         return f"the loss is on {learnt!r}, which is wrong about {lost[0]!r}"
     return ""

@@ -183,7 +183,7 @@ def _expert_bytes(config: Any, states: torch.Tensor) -> float:
 
 def _scales(model_type: str) -> dict[str, int]:
     """Return {scale: 1 if the class multiplies logits by it, -1 if it divides, else 0}; run a model per key."""
-    found: dict[str, int] = {}
+    powers: dict[str, int] = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):
         model = AutoModelForCausalLM.from_config(
@@ -193,8 +193,8 @@ def _scales(model_type: str) -> dict[str, int]:
             said = model(torch.arange(8)[None])
             plain = model.lm_head(model.model(torch.arange(8)[None]).last_hidden_state)
         power = float((said.logits / plain).median()) * (SIZES["h"] if key == "dim_model_base" else 1)
-        found |= {key: round(math.log2(power))} | ({"hidden_size": -1} if key == "dim_model_base" else {})
-    return found
+        powers |= {key: round(math.log2(power))} | ({"hidden_size": -1} if key == "dim_model_base" else {})
+    return powers
 
 
 def _saved_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
@@ -272,12 +272,12 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
             setattr(config, key, values[key])
             expected |= switches.get(key, {})
         try:
-            found, beside = _tensors(config, symbols)
+            tensors, beside = _tensors(config, symbols)
         except (UserError, ValueError, TypeError):
             continue  # the gate's cell of settings holds the key
         if beside == outer:
-            added = {name: sizes for name, sizes in found.items() if expected.get(name) != sizes}
-            gone = {name: None for name, sizes in expected.items() if sizes is not None and name not in found}
+            added = {name: sizes for name, sizes in tensors.items() if expected.get(name) != sizes}
+            gone = {name: None for name, sizes in expected.items() if sizes is not None and name not in tensors}
             switches["+".join(chosen)] = added | gone
     for key in keys:
         setattr(plain, key, known[key])
@@ -345,9 +345,9 @@ def _other_layers(model_type: str, names: Set[str]) -> Iterator[dict[str, list[s
         for key, value in own_keys(config).items():
             if isinstance(value, bool) and key != "tie_word_embeddings":
                 setattr(config, key, False)
-        found = _tensors(config, _symbols(config))[0] if changes else {}
-        lost = {name: None for name in sorted(names) if changes and name.startswith(within) and name not in found}
-        yield {name: sizes for name, sizes in found.items() if name.startswith(within)} | lost
+        tensors = _tensors(config, _symbols(config))[0] if changes else {}
+        lost = {name: None for name in sorted(names) if changes and name.startswith(within) and name not in tensors}
+        yield {name: sizes for name, sizes in tensors.items() if name.startswith(within)} | lost
 
 
 def _buffers(config: Any) -> list[str]:
@@ -414,21 +414,21 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
     """Return {key of FIELDS: the class's default when config.json lacks it}; None if it follows from other keys."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for key in FIELDS:
         if key in {*NAMED, "head_dim", "v_head_dim"} - {*traits.NEEDED}:
             alone = config.to_dict().get(key)
-            found |= {key: _independent_default(kind, key, alone)} if alone is not None else {}
+            defaults |= {key: _independent_default(kind, key, alone)} if alone is not None else {}
         elif hasattr(config, key):
-            found[key] = getattr(config, key)
+            defaults[key] = getattr(config, key)
     if hasattr(config, "mlp_layer_types"):  # of another depth as long: the first ones, then none that is dense
-        found["mlp_layer_types"] = [kind for kind in config.mlp_layer_types if kind == "dense"]
-    if "moe_layer_end_index" in found:
-        found["moe_layer_end_index"] = -1  # the class says the last of its own depth
+        defaults["mlp_layer_types"] = [kind for kind in config.mlp_layer_types if kind == "dense"]
+    if "moe_layer_end_index" in defaults:
+        defaults["moe_layer_end_index"] = -1  # the class says the last of its own depth
     ropes = getattr(other, "rope_parameters", None) or {}
     if "full_attention" in ropes:
-        found["rope_parameters"], ropes = ropes, ropes["full_attention"]
-    return found | {"rope_theta": ropes.get("rope_theta", 10000.0)}
+        defaults["rope_parameters"], ropes = ropes, ropes["full_attention"]
+    return defaults | {"rope_theta": ropes.get("rope_theta", 10000.0)}
 
 
 def _independent_default(kind: Any, key: str, value: Any) -> Any:

@@ -170,8 +170,8 @@ def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
 
 def losses(run: RunDir) -> list[float]:
     """Return the loss of every step, in order of steps; of a repeated step the last."""
-    found = {row["step"]: row["loss"] for row in run.read_events("step")}
-    return [found[step] for step in sorted(found)]
+    by_step = {row["step"]: row["loss"] for row in run.read_events("step")}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _largest_difference(actual: list[float], expected: list[float]) -> float:
@@ -222,9 +222,9 @@ def check_export(runs: Runs) -> str:
 
     run, out = runs.run(1), runs.scratch / "export"
     export.export(run.checkpoints / f"step-{STEPS}", out)
-    there, here = files.read_json(out / "config.json"), files.read_json(runs.start / "config.json")
-    lost = [key for key, value in here.items() if key not in DECIDED and there.get(key) != value]
-    return f"config.json: {lost[0]} is {there.get(lost[0])}, the start's {here[lost[0]]}" if lost else ""
+    exported, start = files.read_json(out / "config.json"), files.read_json(runs.start / "config.json")
+    lost = [key for key, value in start.items() if key not in DECIDED and exported.get(key) != value]
+    return f"config.json: {lost[0]} is {exported.get(lost[0])}, the start's {start[lost[0]]}" if lost else ""
 
 
 CELLS: dict[str, Callable[[Runs], str]] = {

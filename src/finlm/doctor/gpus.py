@@ -93,7 +93,7 @@ def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
 
 
 def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield a fault for each host whose GPUs another host also has: two names of one machine.
+    """Yield a fault for each host whose GPUs another host also has: two names of one machine; none for CPU ranks.
 
     NCCL stops with `Duplicate GPU detected` when two ranks use a GPU.
     """
@@ -126,8 +126,8 @@ def _check_memory(needed: int, devices: Sequence[Device]) -> Iterator[Fault]:
     busy = [device for device in devices if device.processes and device not in full]
     if busy:
         lines = [f"GPU {device.index} ({device.name}): memory suffices{_holders(device)}" for device in busy]
-        what = "\nevery rank waits for the GPU that is shared"
-        yield "gpu-processes", "warning", "\n".join(lines) + what, "end those processes, or choose other GPUs"
+        note = "\nevery rank waits for the GPU that is shared"
+        yield "gpu-processes", "warning", "\n".join(lines) + note, "end those processes, or choose other GPUs"
 
 
 def _holders(device: Device) -> str:
@@ -253,7 +253,7 @@ def ask_kinds(
 
 
 def check_reached(facts: AllFacts, way_out: WayOut) -> None:
-    """Raise UserError that names every host that could not be asked; way_out(their names) is added to its fix.
+    """Raise UserError that names every host that could not be asked, if any; way_out(their names) is added to its fix.
 
     Called before hours go into preparing data.
     """

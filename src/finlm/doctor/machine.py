@@ -164,16 +164,16 @@ def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone
         whole, kept = checkpoint_bytes(recipe, shape.of(recipe, plan.vocab_size), plan)[0], recipe.checkpoint.keep_last
         size = whole * (1.0 if alone else share)  # each host writes its own shards
         need = size * (kept + 1)  # the new one is whole before the oldest goes
-        what = f"{kept + 1} checkpoints of {format_bytes(size)}"
+        purpose = f"{kept + 1} checkpoints of {format_bytes(size)}"
         if facts.is_here and recipe.checkpoint.copies and not alone:
             copied = copy_bytes(recipe, shape.of(recipe, plan.vocab_size), plan) * copies_kept(recipe, plan)
-            need, what = need + copied, f"{what}, {format_bytes(copied)} of copies of the other hosts' parts"
+            need, purpose = need + copied, f"{purpose}, {format_bytes(copied)} of copies of the other hosts' parts"
         end = size * kept + (whole - size) + element * plan.parameters
         if facts.is_here and end > need:
             need = end
-            what = f"{kept} checkpoints of {format_bytes(size)}, the other hosts' parts of the last and the export"
+            purpose = f"{kept} checkpoints of {format_bytes(size)}, the other hosts' parts of the last and the export"
         fix = "free space, give --runs on a larger disk, or lower checkpoint.keep_last"
-        yield from _check_space("disk", disks["run"], need - disks["run"].checkpoint_bytes, what, fix)
+        yield from _check_space("disk", disks["run"], need - disks["run"].checkpoint_bytes, purpose, fix)
     if "memory" in disks:
         need = plan.host_bytes_items.get(IN_MEMORY, 0) - _reused_bytes(plan, facts)
         fix = "a larger tmpfs (`mount -o remount,size=...`, a container's --shm-size), one elsewhere "
@@ -186,21 +186,21 @@ def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone
         yield from _check_space("nvme", disks["nvme"], (optimizer + weights) * share, "offloaded states", fix)
 
 
-def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) -> Iterator[Fault]:
+def _check_space(name: str, disk: probe.Disk, need: float, purpose: str, fix: str) -> Iterator[Fault]:
     """Yield an error when a disk has fewer than `need` bytes or too few inodes, or its directory is not writable.
 
-    `name` is the check's name, `what` says what the space is for.
+    `name` is the check's name, `purpose` says what the space is for.
     """
     if disk.free < need:
-        evidence = f"{format_bytes(disk.free)} free at {disk.path}, {format_bytes(need)} needed for {what}"
+        evidence = f"{format_bytes(disk.free)} free at {disk.path}, {format_bytes(need)} needed for {purpose}"
         yield name, "error", evidence, fix
     elif disk.files_free is not None and disk.files_free < FEWEST_FILES:
         evidence = f"the file system of {disk.path} holds {disk.files_free:,} more files (inodes)"
         yield name, "error", evidence, f"remove small files there (`df -i`); a run writes up to {FEWEST_FILES:,}"
     if not disk.is_directory:
-        yield name, "error", f"{disk.path} is a file, or below one", f"give a directory ({what} go there)"
+        yield name, "error", f"{disk.path} is a file, or below one", f"give a directory ({purpose} go there)"
     elif not disk.writable:
-        yield name, "error", f"{disk.path} cannot be written", f"change its owner or permissions ({what} go there)"
+        yield name, "error", f"{disk.path} cannot be written", f"change its owner or permissions ({purpose} go there)"
 
 
 def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Fault]:
@@ -219,7 +219,10 @@ def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Faul
 
 
 def _check_limits(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
-    """Yield an error when the limit of open files, or of locked memory with InfiniBand, is too low."""
+    """Yield an error when the limit of open files, or of locked memory with InfiniBand, is too low.
+
+    Needed are 1,024 files, and 64 MiB where GPU ranks have an active InfiniBand port.
+    """
     limits = facts.limits or {}
     soft, hard = limits.get("nofile", (None, None))
     if soft is not None and soft < MIN_OPEN_FILES:
@@ -290,7 +293,8 @@ def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fa
 def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
     """Yield an error for each host whose Python, packages, CUDA or NCCL differ from what most hosts have.
 
-    Ranks exchange pickles and collectives, which must mean the same on all hosts.
+    Hosts where another interpreter than the ranks' answered are left out. Ranks exchange pickles and collectives, which
+    must mean the same on all hosts.
     """
     rows: dict[str, Callable[[HostFacts], str | None]] = {
         "Python": lambda host: ".".join(host.python.version.split(".")[:2]) if host.python else None,

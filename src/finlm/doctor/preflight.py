@@ -162,16 +162,19 @@ SHOWN_FILES = 5
 
 
 def check_trees(trees: Sequence[CheckedTree], facts: AllFacts) -> Iterator[HostFault]:
-    """Yield an error per host and tree (code, data, model) whose files are missing or differ from this machine's."""
+    """Yield an error per host and tree (code, data, model) whose files are missing or differ from this machine's.
+
+    Skips trees that a host was not asked about.
+    """
     for name, host in facts.items():
         for tree in trees:
-            there = (host.trees or {}).get(tree.role)
-            if there is None:
+            hashes = (host.trees or {}).get(tree.role)
+            if hashes is None:
                 continue
-            other = list(file_trees.differences(tree, there))
+            other = list(file_trees.differences(tree, hashes))
             if not other:
                 continue
-            if not any(there.values()):
+            if not any(hashes.values()):
                 lines = [f"{tree.path} is not there"]
             else:
                 lines = [f"{len(other)} of {len(tree.files)} files of {tree.path} differ", *other[:SHOWN_FILES]]
@@ -346,7 +349,7 @@ def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Faul
     """Yield an error for interfaces named in `env:` or hosts.<name>.env that do not exist on the host with an address.
 
     NCCL takes a list of prefixes, or of exact names after "=", and needs one of them; gloo needs all of its names. A
-    list that begins with "^" is not checked.
+    list that begins with "^" is not checked, nor is any while the host's interfaces are unknown.
     """
     cards = {card.name: card.addresses for card in links.network or []}
     for key in INTERFACE_KEYS:

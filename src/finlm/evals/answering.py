@@ -65,7 +65,7 @@ def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], s
                     again.append((question, min(count - 1, int(count * opened.context / longest))))
                     continue
                 cut = max(0, longest - opened.context)
-                prompts.append(Prompt(question, texts[number], count, tuple(tuple(own[cut:]) for own in four)))
+                prompts.append(Prompt(question, texts[number], count, tuple(tuple(row[cut:]) for row in four)))
             waiting = again
     return prompts
 
@@ -137,7 +137,7 @@ def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], s
         cut = max(0, max(map(len, ids)) - opened.context)
         # The last token of the stem may be another one before each answer.
         begin = max(1, len(common_prefix([tuple(stem_ids), *map(tuple, ids)])) - cut)
-        four = tuple(tuple(own[cut:]) for own in ids)
+        four = tuple(tuple(row[cut:]) for row in ids)
         prompts.append(Prompt(question, "\n".join(texts), 0, four, begin, characters=tuple(map(len, answers))))
     return prompts
 
@@ -229,9 +229,7 @@ def score_letters(
             for batch in _batches(opened, work, prefix, budget):
                 rows = [row for place in batch for row in work[place]]
                 sums = iter(_forward(opened, rows, prefix))
-                yield {
-                    place: [sum(own) for own in zip(*islice(sums, len(work[place])), strict=True)] for place in batch
-                }
+                yield {place: [sum(n) for n in zip(*islice(sums, len(work[place])), strict=True)] for place in batch}
 
 
 def _first_counted(prompt: Prompt) -> int:
@@ -301,7 +299,7 @@ def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
     logits = opened.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep).logits
     # Only the places that a row reads leave the model's precision: rows x places of a wide vocabulary are gigabytes.
     column = {at: number for number, at in enumerate(places)}
-    targets = [(row, column[at], token, letter) for row, own in enumerate(rows) for at, token, letter in own.targets]
+    targets = [(n, column[at], token, letter) for n, row in enumerate(rows) for at, token, letter in row.targets]
     read = {pair: number for number, pair in enumerate(dict.fromkeys((row, at) for row, at, _, _ in targets))}
     picked = torch.log_softmax(logits[tuple(zip(*read, strict=True))].float(), dim=-1)  # [read, vocabulary]
     values = picked[[read[row, at] for row, at, _, _ in targets], [token for _, _, token, _ in targets]].tolist()

@@ -132,7 +132,8 @@ def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
     """Return a suite's questions, read from the folder `data`, or for exam and recall made about `world`.
 
-    Raises UserError when `data` is None or lacks a file, and for a row that is no question of the suite.
+    Raises UserError when `data` is None or lacks a file, for a row that is no question of the suite, and as
+    read_tasks() does.
     """
     if name == "cflue-tasks":
         from finlm.evals import tasks
@@ -304,12 +305,12 @@ def read_published(text: str) -> str | None:
     text = text.replace("\n", "")
     if text[:1] in LETTERS:
         return text[:1] or None
-    said = next((found[1] for found in (re.search(one, text) for one in _SAID) if found), None)
-    before = next((found[1] for found in (re.search(one, text) for one in _BEFORE) if found), "")
+    said = next((match[1] for match in (re.search(pattern, text) for pattern in _SAID) if match), None)
+    before = next((match[1] for match in (re.search(pattern, text) for pattern in _BEFORE) if match), "")
     return (
         said
         or next((letter for letter in reversed(before) if letter in LETTERS), None)
-        or next((found[1] for found in (re.search(one, text) for one in _AT_LAST) if found), None)
+        or next((match[1] for match in (re.search(pattern, text) for pattern in _AT_LAST) if match), None)
     )
 
 

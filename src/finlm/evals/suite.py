@@ -241,8 +241,8 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
     right = [answer.letter == question.answer for answer, question in zip(answers, selected, strict=True)]
     contained = None
     if options.contamination is not None:
-        found = find_contained(selected, options.contamination)
-        contained = contained_summary(found, right, options.contamination)
+        shares = find_contained(selected, options.contamination)
+        contained = contained_summary(shares, right, options.contamination)
     counts = {subject: Count(0, 0) for subject in sorted({question.subject for question in selected})}
     for question, is_right in zip(selected, right, strict=True):
         correct, total = counts[question.subject]
@@ -334,10 +334,10 @@ def show(result: Result | tasks.Result) -> None:
         screen.show(f"what the released set is, is not known here; the hash of this one is {about.sha256[:16]}")
     elif about.released is None and result.suite in ("ceval", "fineval"):
         screen.show(f"the number of questions is the released set's; its hash is not known here: {about.sha256[:16]}")
-    if (found := result.contamination) is not None:
-        screen.show(f"{found.contained:,} of {found.questions:,} questions stand in the training data")
-        if found.accuracy_contained is not None and found.accuracy_others is not None:
-            inside, others = 100 * found.accuracy_contained, 100 * found.accuracy_others
+    if (contained := result.contamination) is not None:
+        screen.show(f"{contained.contained:,} of {contained.questions:,} questions stand in the training data")
+        if contained.accuracy_contained is not None and contained.accuracy_others is not None:
+            inside, others = 100 * contained.accuracy_contained, 100 * contained.accuracy_others
             screen.show(f"accuracy on these {inside:.1f} %, on the others {others:.1f} %")
 
 

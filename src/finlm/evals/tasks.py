@@ -162,7 +162,7 @@ def ask(opened: Opened, options: Options) -> Result:
 
 
 def score(asked: Sequence[Question], said: Sequence[str], *, of_parts: bool = False) -> dict[str, Score]:
-    """Return {task: Score} of the answers, in the order of CFLUE's table; with of_parts {"TASK, SUB-TASK": Score}."""
+    """Return {task: Score} of the answers `said`, in CFLUE's order, or with of_parts {"TASK, SUB-TASK": Score}."""
     groups: dict[str, list[tuple[Question, str]]] = {}
     for pair in zip(asked, said, strict=True):
         groups.setdefault(pair[0].subject if of_parts else _task(pair[0]), []).append(pair)
@@ -282,11 +282,11 @@ def _read_events(said: str) -> dict[str, str]:
     """Return {role: argument} of an answer in lines "role: argument", or "key1: role", "value1: argument"."""
     text = _simplify(said)
     if "value" in text:
-        found = re.findall(r"key\d:(.*)\s*value\d?:?\s*(.*)", text)
+        pairs = re.findall(r"key\d:(.*)\s*value\d?:?\s*(.*)", text)
     else:
-        found = re.findall("(.*):(.*)", text)
-        found = found[: next((place for place, (role, _) in enumerate(found) if "key" in role), None)]
-    return {_trim(role): _trim(argument) for role, argument in found}
+        pairs = re.findall("(.*):(.*)", text)
+        pairs = pairs[: next((place for place, (role, _) in enumerate(pairs) if "key" in role), None)]
+    return {_trim(role): _trim(argument) for role, argument in pairs}
 
 
 def _separators(text: str) -> list[str]:
@@ -309,14 +309,14 @@ def _read_industries(said: str) -> dict[str, str]:
     """Return {industry: text of its mood} of an answer, in any of the forms that CFLUE's code reads."""
     text = _simplify(said)
     if match := re.match("行业:(.*)情感分类:(.*)", text, re.DOTALL):
-        found = _join_industries(*(part.strip("\n.;") for part in match.groups()))
+        moods = _join_industries(*(part.strip("\n.;") for part in match.groups()))
     elif "抽取结果" in text:
         match = re.match("抽取结果.*?:(.*)", text, re.DOTALL)
-        found = _read_announced(_trim(match[1])) if match else _scan_moods(text)
+        moods = _read_announced(_trim(match[1])) if match else _scan_moods(text)
     else:
         match = re.match("^.*结果.*?:(.*)", text, re.DOTALL)
-        found = _split_twice(_trim(match[1]) if match else text)
-    return found or _scan_moods(text, r"[:\s]*")
+        moods = _split_twice(_trim(match[1]) if match else text)
+    return moods or _scan_moods(text, r"[:\s]*")
 
 
 def _join_industries(names: str, moods: str) -> dict[str, str]:
@@ -441,8 +441,8 @@ def show(result: Result) -> None:
     if asked < result.rows:
         screen.show(f"a random {asked:,} of {result.rows:,} questions (--limit)")
     screen.show(f"what the released set is, is not known here; the hash of this one is {result.sha256[:16]}")
-    for task, found in (result.contamination or {}).items():
-        both = found.score_contained, found.score_others
+    for task, contained in (result.contamination or {}).items():
+        both = contained.score_contained, contained.score_others
         inside, outside = ("none" if value is None else f"{100 * value:.2f}" for value in both)
-        known = f"{found.contained:,} of {result.scores[task].rows:,} stand in the training data"
+        known = f"{contained.contained:,} of {result.scores[task].rows:,} stand in the training data"
         screen.show(f"{task}: {known}: {inside}; the others: {outside}")

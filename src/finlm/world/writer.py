@@ -46,7 +46,7 @@ _encode = JSONEncoder(ensure_ascii=False).encode
 
 
 def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "held_out"]) -> dict[str, Path]:
-    """Write <source>.jsonl.gz for the four sources into directory; return {source: path}.
+    """Write <source>.jsonl.gz for the four sources into directory, which is made if missing; return {source: path}.
 
     size_bytes is the UTF-8 text of all four together, met within 2 % from 1 MB on. Each file appears under its name
     only when it is whole. Raises UserError for a size below 100 KB or an unknown split.
