@@ -99,8 +99,8 @@ def _limit_waiting() -> None:
 def skip_torchao() -> None:
     """Import transformers' quantizers without torchao; their quantizer of that name refuses to work then.
 
-    They would import it for every model: 0.3 of 4.7 CPU seconds of a rank's start, more on a cold disk. finlm imports torchao itself where
-    it uses it (fp8, lora.quantize), and refuses models that torchao has quantised.
+    They would import it for every model: 0.3 of 4.7 CPU seconds of a rank's start, more on a cold disk. finlm imports
+    torchao itself where it uses it (fp8, lora.quantize), and refuses models that torchao has quantised.
     """
     from transformers import utils
 
