@@ -68,7 +68,7 @@ class Case:
         return _gradients(self.plain, loss)
 
     def swapped(self, **changes: Any) -> Any:
-        """Return a model with the plain model's weights and the swaps of the plan with these fields changed."""
+        """Return a model with the plain model's weights, swapped by the plan with the fields in `changes` replaced."""
         plan = dataclasses.replace(self.plan, **{"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY} | changes)
         padded = type(self.small)(**self.small.to_dict() | {"vocab_size": plan.padded_vocab_size})
         model = build(padded, attention_of(self.small), self.plain)
@@ -204,7 +204,7 @@ def check_adapters(case: Case) -> str:
 def check_four_bits(case: Case) -> str:
     """Return how a model with 4-bit matrices differs from one with the same rounded values; "" if equal.
 
-    Of a type with experts, return whether shape.problems() fails to refuse lora.quantize.
+    For a type with experts: "" if shape.problems() refuses lora.quantize.
     """
     if any("e" in sizes for sizes in case.row.layer.values() if len(sizes) > 2):  # it has experts, no linear layers
         model = case.recipe.model.model_copy(update={"config": case.small.to_dict()})
@@ -245,7 +245,7 @@ def check_small_parameters(case: Case) -> str:
 
 
 def check_activations(case: Case) -> str:
-    """Return how planned bytes that a layer keeps differ by over 5 % from those autograd saves (bf16); "" if not."""
+    """Return the planned bytes of a layer and what autograd saves in bf16, if 5 % apart or more; else ""."""
     config = copy.deepcopy(case.small)
     layers = len(case.plain.model.layers)
     sizes = [_count_saved_bytes(config, times) for times in (1, 2)]

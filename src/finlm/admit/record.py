@@ -249,6 +249,7 @@ def own_keys(config: Any) -> Config:
 def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[str, dict[str, list[str] | None]]]:
     """Return (layer, outer, switches) of a TypeRecord; changes `plain` meanwhile and restores it.
 
+    These are the tensors' sizes within and outside layers, and {key: tensors that it adds, None for those it removes}.
     Raises UserError as _tensors() does, and then leaves `plain` changed.
     """
     known = own_keys(plain)

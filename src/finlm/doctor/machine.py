@@ -144,9 +144,9 @@ def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _reused_bytes(plan: Plan, facts: HostFacts) -> int:
-    """Return how many bytes of the plan an earlier launch's checkpoint in memory holds already.
+    """Return the bytes that an earlier launch's checkpoints take in memory, which this launch reuses.
 
-    At most half of the memory that the plan has for such checkpoints.
+    At most half of what the plan needs for such checkpoints.
     """
     disks = facts.disks or {}
     kept = disks["memory"].checkpoint_bytes if "memory" in disks else 0

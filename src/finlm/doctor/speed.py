@@ -180,7 +180,7 @@ def parse_speeds(output: str) -> Speeds:
 
 
 def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
-    """Return a fault for each dead (error) or slow (warning) link, on the host of its two that has more such links.
+    """Return a fault for each dead (error) or slow (warning) link, on whichever of its two hosts has more such links.
 
     A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts, a usual link slower than
     half of hardware.network_gbit is a warning.

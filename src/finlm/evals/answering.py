@@ -76,7 +76,7 @@ def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, .
 
 
 def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
-    """Return the header, at most `shots` examples and the question as one text that ends where its letter follows."""
+    """Return the header, at most `shots` examples and the question as one text that ends just before its letter."""
     parts = [style.header_for(question)]
     parts += [_format_solved(style, example) for example in _examples(suite, question, shots)]
     return "".join(parts) + style.format_question(question.text, question.options) + style.cue
@@ -149,7 +149,7 @@ def common_prefix(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _render_with_answer(opened: Opened, asked: str, answer: str) -> str:
-    """Return the chat in the model's template up to the end of `answer`. Raises ValueError if that is altered there."""
+    """Return the chat in the model's template up to the end of `answer`. Raises ValueError if it alters the answer."""
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
     return text[: text.rindex(answer) + len(answer)]

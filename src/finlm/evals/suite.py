@@ -85,7 +85,7 @@ class Result:
 
     @property
     def likelihood_per(self) -> str | None:
-        """What a likelihood is counted per, "answer" or "character"; None in modes that write answers."""
+        """The unit that likelihoods are compared per, "answer" or "character"; None in modes that write answers."""
         return {"likelihood": "answer", "cloze": "character"}.get(self.mode)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def contained_summary(shares_found: dict[int, float], is_right: Sequence[bool], 
 
 
 def _to_contamination(question: Question) -> contamination.Question:
-    """Return a question in the form of corpus/contamination.py."""
+    """Return a question as a contamination.Question, of file `subject` and line 0."""
     options = dict(zip("abcdef", question.options, strict=False))
     return contamination.question(question.subject, 0, {"question": question.text} | options)
 
@@ -217,7 +217,7 @@ def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: 
 
 
 def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
-    """Evaluate a model on each suite and append the events `suite` to the run, at `step`, or None: the model's step.
+    """Evaluate a model on each suite and append the events `suite` to the run, at `step`; None is the model's own step.
 
     Raises UserError as open_model() does.
     """

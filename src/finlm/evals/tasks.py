@@ -301,7 +301,7 @@ def _as_pairs(parts: Iterable[str], mark: str) -> dict[str, str]:
 
 
 def _scan_moods(text: str, between: str = r"[:\s]+", letter: str = r"\w") -> dict[str, str]:
-    """Return {name: mood} wherever the text has a name, `between`, one of 正, 负, 中, 无 or | and a further letter."""
+    """Return {name: 正, 负, 中, 无 or |} wherever the pattern `letter`+ `between` mood `letter`+ is in the text."""
     return dict(re.findall(f"({letter}+){between}([正|负|中|无]){letter}+", text))
 
 
@@ -320,7 +320,7 @@ def _read_industries(said: str) -> dict[str, str]:
 
 
 def _join_industries(names: str, moods: str) -> dict[str, str]:
-    """Return {industry: mood} of a list of industries and a list of moods, each in a row of its own."""
+    """Return {industry: mood} of a text that lists industries and a text that lists moods; 无 where moods lack."""
     marks, name_marks = _separators(moods), _separators(names)
     listed = names.split(name_marks[0]) if name_marks else None
     if not marks:
@@ -351,7 +351,7 @@ def _read_announced(text: str) -> dict[str, str]:
 
 
 def _split_twice(text: str) -> dict[str, str]:
-    """Return {name: mood} of pairs, split by the rarest separator and each by the next rarest, or the other way."""
+    """Return {name: mood} of pairs, split by the rarest separator and each by the next rarest, or in reverse."""
     marks = _separators(text)
     if not marks:
         return {}

@@ -224,7 +224,7 @@ class Talker:
     def _sample_tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
         """Yield sampled ids after the prompt without end; extend the cache and set reused_tokens.
 
-        Keys and values are reused as far as `prompt` begins as _seen does.
+        Reuses the keys and values of the longest beginning that `prompt` shares with the ids in the cache.
         """
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self._seen, strict=False)))
         self._cut_cache(common)

@@ -259,7 +259,7 @@ def load_trained(checkpoint: Path) -> Trained:
 
 
 def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Change the model's buffers in place to the dtype of the weights of their names: a router's are always fp32."""
+    """Cast each buffer of the model, in place, to the dtype of the weight of its name; a router's is always fp32."""
     for name, buffer in model.named_buffers():
         if name in weights:
             buffer.data = buffer.data.to(weights[name].dtype)

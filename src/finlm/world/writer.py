@@ -173,7 +173,7 @@ def _table(rows: str) -> Readings:
 
 
 def _add_frame(form: Form) -> Form:
-    """Return the form with a header after its title, and the closing line of its day, which is its label."""
+    """Return the form with a header after its title and a closing line at its end, whose day its label names."""
     header, closing = (
         Paragraph((), (phrases(text.replace("@", form.label)),), 1) for text in templates("filings").values()
     )
@@ -263,7 +263,7 @@ def news(archive: Archive, dice: Dice) -> Iterator[Row]:
 
 
 def _session(facts: Facts, month: int) -> dict[str, str]:
-    """Return the words about the trading day of that month that papers report on; closes keep the daily limit."""
+    """Return words about the trading day in `month` (1 to 12) that papers report on; closes keep the daily limit."""
     day = weekday(facts.year + 1, month, 2 + mix(facts.company.salt, facts.year, 100 + month) % 24)
     limit = facts.company.board.limit_percent * 100
     before = max(100, facts.numbers["price"] * (85 + mix(facts.company.salt, facts.year, 120 + month) % 31) // 100)
