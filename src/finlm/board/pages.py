@@ -57,7 +57,10 @@ class Board:
 
 @dataclass(frozen=True)
 class Page:
-    """A page to render. `poll` is the seconds until a browser asks again, 0: never; `place` is its menu entry."""
+    """A page to render.
+
+    `poll` is the seconds until a browser asks again (0: never), `place` the menu entry that it is under.
+    """
 
     template: str
     title: str
@@ -230,7 +233,10 @@ def _findings(path: Path, lang: str, logs: tuple[tuple[str, int, int], ...]) -> 
 
 
 def _read_dropped(run: RunDir) -> list[Mapping[str, Any]]:
-    """Return at most 60 samples of dropped documents, at most 6 of each reason; [] if the data are not here."""
+    """Return at most 60 samples of the documents that prepare dropped, at most 6 of each reason.
+
+    [] if the data are not here.
+    """
     kept: dict[str, list[Mapping[str, Any]]] = {}
     for row in _samples(run.path, _size_and_time(run.recipe)):
         if isinstance(row, dict) and len(kept.setdefault(str(row.get("reason")), [])) < _MOST_SAMPLES // 10:
@@ -248,7 +254,7 @@ def _samples(path: Path, mark: tuple[int, int]) -> Sequence[Any]:
 
 
 def report_of(found: RunDir) -> Path | None:
-    """Return the path of the run's report, None if it is missing or leads out of the run directory."""
+    """Return the path of a run's report.html; None if it is missing or leads out of the run directory."""
     try:
         path = files.within(found.path, found.report.name)
     except ValueError:
@@ -308,7 +314,7 @@ class Wanted:
 
     @classmethod
     def read(cls, board: Board, name: str, ask: Mapping[str, str]) -> Wanted:
-        """Return the Wanted of a request's parameters `ask`, for the recipe `name`."""
+        """Return what the parameters `ask` of a request say about the recipe `name`."""
         lines = tuple(line.strip() for line in ask.get("set", "").splitlines() if line.strip())
         local, hostfile = ask.get("on") == "local", board.hostfile if ask.get("on") == "hostfile" else None
         return cls(name, lines, ask.get("gpu", "").strip() or None, local, hostfile, dict(ask))

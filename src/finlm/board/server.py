@@ -70,7 +70,10 @@ _REPORT_POLICY = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the server; `token` is None if none is needed, `csrf` changes with every start."""
+    """The settings of the server.
+
+    `token` is None if none is needed, `csrf` is a secret that changes with every start.
+    """
 
     board: pages.Board
     lang: str = "en"
@@ -175,7 +178,7 @@ def _cookie(request: Request) -> str:
 
 
 class _Site:
-    """The handlers of all requests, by the settings."""
+    """The handlers of all requests, by the settings, and the models that chat."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -259,6 +262,10 @@ class _Site:
         """
 
         def answer(request: Request) -> Response:
+            """Return the rendered page: 200, or the error page of a UserError (422.
+
+            200 where a browser asks for a part).
+            """
             lang = self._lang(request)
             ask = Asked(request, lang)
             try:
@@ -274,7 +281,7 @@ class _Site:
         return answer
 
     def _render(self, request: Request, made: Page, status: int, lang: str) -> Response:
-        """Return the page as HTML, or 304 if the browser has the same page already (ETag)."""
+        """Return the page as HTML with this status, or an empty 304 if the browser has the same page already (ETag)."""
         csrf = self.settings.csrf if status == 200 else ""  # for those alone who were let in
         text = pages.render(made, self.settings.board, lang, csrf)
         mark = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
@@ -322,7 +329,10 @@ class _Site:
         return PlainTextResponse(path.read_text("utf-8"))
 
     async def fork(self, request: Request) -> Response:
-        """Save a fork of a recipe by the posted form; return JSON {"path"}, or {"problem"} if it was not saved."""
+        """Save a fork of a recipe by the posted form; return JSON {"path"}, or {"problem"} if it was not saved.
+
+        An unknown recipe gives status 404.
+        """
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
         return await self._act(request, lambda: {"path": save_fork(self.settings.board, form)})
 
@@ -352,7 +362,7 @@ class _Site:
 
 
 def _static(request: Request) -> Response:
-    """Return a file of the pages' style and scripts. Raises HTTPException 404 for another name."""
+    """Return a file of the pages' style or scripts. Raises HTTPException (404) for another name."""
     path = _STATIC.get(request.path_params["name"])
     if path is None:
         raise HTTPException(404, "no such file")
@@ -384,10 +394,11 @@ class Talk:
         self._talker: Talker | None = None
 
     def answer(self, board: pages.Board, name: str, body: bytes) -> str:
-        """Return the model's answer to the conversation in `body`; without a chat template, a continuation of it.
+        """Return the model's answer to the conversation in `body`.
 
-        Loads the run's exported model if needed. Raises Missing for an unknown run, and UserError for a body without a
-        conversation or a model that cannot be opened or cannot answer.
+        Without a chat template, a continuation of its last message. Loads the exported model of the run `name` if
+        needed. Raises Missing for an unknown run, and UserError for a body without a conversation or a model that
+        cannot be opened or cannot answer.
         """
         run, messages = pages.find_run(board, name), _messages(body)
         with self._lock:

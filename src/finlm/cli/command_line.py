@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and store the words for `error`."""
+        """Parse as argparse does, and keep the words for error()."""
         self._given = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -126,8 +126,8 @@ def hostfile(options: argparse.Namespace) -> str | Path | None:
 def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of plan and diff without asking them: the hostfile's, this machine (--local) or the recipe's.
 
-    Also declares the GPU kinds that plan's options describe or --calibrate measured. Raises UserError for a hostfile
-    that cannot be used, or a host without a known GPU kind.
+    Also declares the GPU kinds that the options describe or --calibrate measured. Raises UserError for a hostfile that
+    cannot be used, or a host without a known GPU kind.
     """
     from finlm.recipe import cluster
 
@@ -196,7 +196,10 @@ def to_prepare(options: argparse.Namespace, recipe: Recipe) -> Cluster | None:
 
 
 def to_sync(options: argparse.Namespace) -> list[str]:
-    """Return the names of the hostfile's hosts, spares too; [] if it names none. Raises UserError if it is missing."""
+    """Return the names of the hostfile's hosts, spares too; [] if it names none.
+
+    Raises UserError if it is missing or has mistakes.
+    """
     from finlm.recipe import cluster
 
     path = Path(options.hostfile)
@@ -336,7 +339,7 @@ def model_directory(text: str | Path) -> Path:
 
 
 def _how_to_make(path: Path, text: str) -> str:
-    """Return a hint on how to make a model directory of `path`, which is none; `text` is how the user named it."""
+    """Return a hint on how to get a model in `path`, which holds none; `text` is how the user named it."""
     adapters = "adapter_config.json"
     if (path / adapters).is_file():
         return f"these are adapters: merge them into the model that {adapters} names, or give the run that trained them"
@@ -368,9 +371,10 @@ def recipe_or_run(text: str | Path) -> Path:
 
 
 def recipe_file(text: str | Path) -> Path:
-    """Return the path of the recipe that a short name means; it may be relative to finlm's own recipes.
+    """Return the path of the recipe that a short name means.
 
-    Raises UserError, with the nearest name, if there is none.
+    Of a recipe that came with finlm it may be recipes/<family>/<stage>.yaml, which parents.find_shipped() finds. Raises
+    UserError, with the nearest name, if there is none.
     """
     from finlm.recipe import parents
 

@@ -138,9 +138,9 @@ def check_and_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]
 
 
 def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple[Plan, Consulted, list[str]]:
-    """Return (plan, advice about it, warnings as sentences). Raises what check_and_plan raises.
+    """Return (plan, advice about it, warnings as sentences) of a recipe on the hosts `where`.
 
-    `price` is that of a GPU-hour; None means the recipe's.
+    `price` is that of a GPU-hour; None means the recipe's. Raises what check_and_plan raises.
     """
     from finlm import prepare
     from finlm.corpus.read import sources
@@ -321,7 +321,7 @@ def template_for(tokenizer: Tokenizer) -> str:
 
 
 def _document_end(tokenizer: Tokenizer) -> str | None:
-    """Return the token for ends of documents if the tokenizer's end token ends turns; else, or without one, None."""
+    """Return the token that ends documents where the tokenizer's eos ends turns; None elsewhere or without one."""
     if tokenizer.eos[0] in _END_OF_TEXT:
         return None
     return next((token for token in _END_OF_TEXT if token in tokenizer.control), None)
@@ -348,7 +348,7 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Difference], list[Consequence] | str]:
-    """Return (differing values of two recipes or runs, differing keys of their plans).
+    """Return (differing values of two recipes or runs, differing keys of their plans). `options` says the hosts.
 
     If one of them has no plan, the second part is the reason as a string. Raises UserError when one cannot be read.
     """

@@ -166,7 +166,10 @@ def _has_dialogue(item: Input) -> bool:
 
 
 def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, those whose form cannot be used) of a block's first `most` rows; None: all rows."""
+    """Return (rows looked at, those whose form cannot be used) of a block's first `most` rows; None: all rows.
+
+    `item` is not used: it is there for parsing.Reader.
+    """
     rows, broken = 0, list[parsing.BrokenRow]()
     for row in itertools.islice(parsing.parse_dialogues(block), most):
         rows, reason = rows + 1, row.broken
@@ -186,7 +189,7 @@ def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tup
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's values that decide the tokens and masks of a row, to compare with prepared data."""
+    """Return the recipe's values that decide tokens and masks of a row, by section, to compare with prepared data."""
     sections = recipe.model_dump(
         mode="json",
         include={
@@ -241,7 +244,7 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
 
 
 def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
-    """Encode a row of sft and append it to the block's result.
+    """Encode a row of sft, masked by `mask`, and append it to the block's result with its counts.
 
     Raises Refused or LeftOut with the reason, UnicodeEncodeError for half of a surrogate pair.
     """
@@ -291,7 +294,10 @@ def make_mask(kinds: Sequence[str]) -> Mask:
 
 
 def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference:
-    """Return the row's preference with `mask` applied to its texts, both answers if `needs_both`. Raises Refused."""
+    """Return the row's preference with `mask` applied to its texts, both answers if `needs_both`.
+
+    Raises Refused or LeftOut.
+    """
     read = encode.read_preference(row, needs_both)
     chosen, rejected = (mask(text) if text else None for text in (read.chosen, read.rejected))
     return read._replace(prompt=_mask_messages(read.prompt, mask), chosen=chosen or None, rejected=rejected or None)
@@ -344,7 +350,8 @@ def _write_shards(
 ) -> tuple[list[Tally], list[ShardEntry]]:
     """Encode all inputs, write their shards and broken.jsonl, and return (counts, the manifest's entries).
 
-    Starts workers. Raises UserError when too many rows of a source are broken, or it has nothing left to train on.
+    `like` has the settings of every task. Starts workers and shows a progress bar. Raises UserError when too many rows
+    of a source are broken, or it has nothing left to train on.
     """
     data, formats = context.data, templates.FORMATS if like.stage == "sft" else encode.FORMATS
     first = parsing.Reader(parsing.dialogue_blocks, partial(_check_first, like), formats)
@@ -386,7 +393,7 @@ def _write_shards(
 
 
 def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, broken ones) of a block's first `most` rows, by encoding them."""
+    """Return (rows looked at, broken ones) of a block's first `most` rows, encoded with the settings of `like`."""
     result = encode_block(replace(like, block=block), most)
     return result.counts["rows"], result.broken
 

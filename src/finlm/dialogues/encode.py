@@ -73,7 +73,10 @@ class Encoder:
 
     @cached_property
     def end_id(self) -> int:
-        """Id of the control token with which the template ends an answer; the id of </s> if it writes none."""
+        """The id of the control token with which the template ends an answer; the id of </s> if it writes none.
+
+        Cached. Raises Refused if the template does not accept a question and its answer.
+        """
         text, spans = self.template.render(templates.PROBE)
         answered = text[: spans[-1][1]].rstrip() if spans else ""
         if not answered.endswith(self.tokenizer.control):
@@ -83,8 +86,8 @@ class Encoder:
     def pieces(self, messages: list[Message], counts: Counter[str], tools: Tools = None) -> Iterator[Encoded]:
         """Yield the dialogue, or its parts if it is longer than a row; count in `counts` whether it was split or cut.
 
-        Raises LeftOut if it is too long and cannot be cut or split, Refused for messages that the template does not
-        accept.
+        `tools` are those that it may call. Raises LeftOut if it is too long and cannot be cut or split, Refused for
+        messages that the template does not accept.
         """
         encoded = self.encode(messages, tools)
         if len(encoded.ids) <= self.rules.limit:
@@ -176,7 +179,10 @@ class Encoder:
         counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
 
     def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
-        """Return (ids, mask) with prompt and answer each between <s> and </s>. Raises Refused for several turns."""
+        """Return (ids, mask) with prompt and answer each between <s> and </s>; `spans` has the answer.
+
+        Refused for several turns.
+        """
         if len(spans) != 1:
             raise Refused("several turns, which the released code does not know")
         bos, eos = self.tokenizer.bos, self.tokenizer.eos
@@ -233,7 +239,10 @@ def check_template(name: str, encoder: Encoder) -> None:
 
 
 def check_start(chat: Chat, sft: Sft | None, directory: Path) -> None:
-    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it."""
+    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it.
+
+    `sft` is None for stages other than sft.
+    """
     check_template(chat.template, Encoder(Rules(directory, chat, sft or Sft(), 0)))
 
 
@@ -248,7 +257,10 @@ KNOWN = (*_PROMPTS, "chosen", "rejected", "answer", "context", "history", "syste
 
 
 class Preference(NamedTuple):
-    """A row: the dialogue up to the answer, both answers and the right answer; None for what the row does not have."""
+    """A row: the dialogue up to the answer, both answers, the right answer.
+
+    None for an answer that the row does not have.
+    """
 
     prompt: list[Message]
     chosen: str | None
@@ -264,7 +276,7 @@ def longest_piece(recipe: Recipe) -> int | None:
 
 
 def read_preference(row: Any, needs_both: bool = False) -> Preference:
-    """Return the preference of a row; with needs_both it must have both answers.
+    """Return the preference of a row, a parsed JSON value; with `needs_both` it must have both answers.
 
     Raises Refused with the reason for any other row, LeftOut if chosen and rejected are the same dialogue.
     """
@@ -387,7 +399,7 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _turns(value: Any, role: str) -> list[Message]:
-    """Return a text (of this role), a turn or a list of turns as messages. Raises Refused for anything else."""
+    """Return a text (of the role `role`), a turn, or a list of turns as messages. Raises Refused for anything else."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, dict):

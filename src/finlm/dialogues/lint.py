@@ -39,7 +39,7 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake in the labels, with the same keys as doctor's findings; `host` is "data"."""
+    """A mistake in the labels, with the keys that doctor's findings have; `host` is always "data"."""
 
     check: str
     level: Level
@@ -52,14 +52,17 @@ _TEXTS = tomllib.loads(Path(__file__).with_name("lint.toml").read_text(encoding=
 
 
 def _finding(check: str, level: Level | None = None, **counted: object) -> Finding:
-    """Return the finding of lint.toml with these counts in its text; `level` replaces lint.toml's if not None."""
+    """Return the Finding `check` of lint.toml with these counts in its text; `level` replaces lint.toml's if not None.
+
+    Raises KeyError for a check or count that lint.toml does not agree with.
+    """
     row = _TEXTS[check]
     return Finding(check, level or row["level"], row["evidence"].format(**counted), row["fix"])
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts over the sampled rows: dialogues, tokens and labels."""
+    """Counts over the sampled rows: dialogues, tokens and labels, and those that look wrong."""
 
     dialogues: int = 0
     learnt: int = 0  # labels that count
@@ -119,7 +122,7 @@ def try_function(term: Term, prompt: str, right: str) -> None:
 
 
 def prepared_counts(shards: Shards) -> Counter[str]:
-    """Return the prepare step's counts of dialogues, summed over all sources."""
+    """Return the prepare step's counts of dialogues by name, summed over all sources."""
     return sum_counts(shards.manifest, "dialogues")
 
 
@@ -157,7 +160,10 @@ def count_labels(recipe: Recipe, shards: Shards) -> Seen:
 
 
 def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]) -> dict[str, int]:
-    """Return the counts of a dialogue, by the fields of Seen, from its tokens, int64 [tokens], and the ids of marks."""
+    """Return the counts of a dialogue, by the fields of Seen, from its inputs and labels, int64 [tokens].
+
+    `bos`, `eos` and `ends` (of turns) are token ids, bos -1 if there is none.
+    """
     counted = np.flatnonzero(labels != IGNORED)
     first = int(counted[0]) if len(counted) else -1  # the place before the first token that is learnt
     answer = {int(inputs[first]), int(labels[first])} if len(counted) else set()
@@ -174,7 +180,10 @@ def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]
 
 
 def _check_rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about broken rows, rows left out, unread keys and rows beyond the start model's context."""
+    """Yield findings about broken rows, rows left out, unread keys and rows beyond the start model's context.
+
+    `manifest` is the shards', `counts` prepared_counts().
+    """
     for source, reasons in manifest.get("broken", {}).items():
         rows, total = sum(reasons.values()), manifest["dialogues"][source]["rows"]
         yield _finding("rows-broken", rows=rows, total=total, source=source, reasons=_list_reasons(reasons))

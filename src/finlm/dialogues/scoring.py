@@ -111,7 +111,7 @@ def call_function(
 
 
 def broken_function(name: str, evidence: str) -> UserError:
-    """Return the error of a function that failed, or returned no number for each answer."""
+    """Return, without raising it, the UserError of a function that failed or returned no number for each answer."""
     return UserError(
         f"grpo.reward: the function {name} cannot score answers",
         evidence=evidence,
@@ -312,7 +312,7 @@ _SCALED = ("元", "美元", "港元", "股")  # units that a bare 1.2亿 may sta
 
 
 def _one_of(names: dict[str, object]) -> str:
-    """Return a regular expression that matches one of these names, the longest first."""
+    """Return a regular expression that matches any of the keys of `names`, the longest first."""
     return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
 
 
@@ -391,7 +391,7 @@ def check_steps(text: str) -> list[bool]:
 
 
 def _is_right(left: str, right: str) -> bool:
-    """Return whether an equation is right; False for a left side that is no expression, as with open brackets."""
+    """Return whether left = right holds; False for a left side that is no expression, as with open brackets."""
     for is_scaled in (True, False):
         try:
             value = _compute(ast.parse("".join(_expression(left, is_scaled))))
@@ -404,7 +404,7 @@ def _is_right(left: str, right: str) -> bool:
 
 
 def _expression(left: str, is_scaled: bool) -> Iterator[str]:
-    """Yield the parts of an equation's left side with its numbers as Python writes floats."""
+    """Yield the parts of an equation's left side, numbers as Python writes floats (read by _read_term)."""
     end = 0
     for match in _EACH.finditer(left):
         yield left[end : match.start()].strip()
@@ -414,7 +414,7 @@ def _expression(left: str, is_scaled: bool) -> Iterator[str]:
 
 
 def _read_term(text: str, is_scaled: bool) -> tuple[float, float]:
-    """Return (a number, half of the last digit that is written), with its scale and percent or without."""
+    """Return (number, half of its last written digit) of a text; with `is_scaled`, scale and percent count."""
     match = _NUMBER.fullmatch(text.strip())
     assert match is not None
     number = _to_number(match)

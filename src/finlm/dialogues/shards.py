@@ -35,7 +35,7 @@ PIECE = np.dtype([("tokens", "<u4"), ("text_bytes", "<u4"), ("dialogue", "<u4"),
 
 @dataclass
 class Encoded:
-    """The encoded rows of a block: tokens and masks end to end, the pieces that they belong to, and counts."""
+    """The encoded rows of a block: tokens and masks end to end, the pieces that they belong to, and counts of rows."""
 
     number: int  # of the input
     ids: array[int] = field(default_factory=lambda: array("I"))  # crosses to the parent as bytes, which a list does not
@@ -134,7 +134,10 @@ class Spool:
         return entries
 
     def _write(self, split: Split, source: str, pieces: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> ShardEntry:
-        """Write .bin, .mask and .idx of a source and split; `ends` [pieces] is where each ends in the spool."""
+        """Write .bin, .mask and .idx of a source and split, and return their manifest entry.
+
+        `ends` [pieces] is the token at which each piece ends in the spool.
+        """
         name = f"{split}/{source}-00000.bin"
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
@@ -174,7 +177,10 @@ def by_source(tallies: Sequence[Tally], name: str) -> selection.SourceCounts:
 
 
 def write_description(directory: Path, tallies: Sequence[Tally], entries: Sequence[ShardEntry]) -> None:
-    """Write documents.json, with counts and input files of every source, into a shards directory."""
+    """Write documents.json, with counts and input files of every source, into a shards directory.
+
+    `tallies` has one entry for each input, `entries` those of the written shards.
+    """
     sources: selection.SourceCounts = {}
     for tally in tallies:
         row = sources.setdefault(tally.item.source, dict.fromkeys(_COUNTED, 0))

@@ -73,9 +73,10 @@ class Template:
     def render(
         self, messages: Sequence[Message], *, generation: bool = False, tools: Tools = None
     ) -> tuple[str, Spans]:
-        """Return (text, [start, end) spans of the assistant's part); with `generation` it ends ready for an answer.
+        """Return (text, [start, end) spans of what the assistant says in it, in order).
 
-        Raises Refused with the reason if the template does not accept the messages or leaves out an answer.
+        With `generation` the text ends ready for an answer. Raises Refused with the reason if the template does not
+        accept the messages or leaves out an answer.
         """
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if (tools or any("tool_calls" in message for message in messages)) and "tool" not in self.source:
@@ -135,16 +136,16 @@ def _refuse_omissions(message: Message, text: str) -> None:
 
 
 def find_source(name: str, of_tokenizer: str | None, system: str | None) -> str:
-    """Return the Jinja source for chat.template and chat.system; `of_tokenizer` is the tokenizer's, if any.
+    """Return the Jinja source for chat.template (`name`) and chat.system (`system`).
 
-    Raises UserError for a template that does not exist.
+    `of_tokenizer` is the tokenizer's, if any. Raises UserError for a template that does not exist or is not UTF-8.
     """
     source = read_template(name, of_tokenizer)
     return _WITH_SYSTEM.format(text=json.dumps(system, ensure_ascii=False)) + source if system else source
 
 
 def read_template(name: str, of_tokenizer: str | None) -> str:
-    """Return the source of a known template, the tokenizer's (`model`: `of_tokenizer`) or a file.
+    """Return the source of a known template, of the tokenizer (`name` is model: `of_tokenizer`), or of the file `name`.
 
     Raises UserError if there is none, or the file is not UTF-8.
     """
@@ -289,7 +290,10 @@ def keys(row: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def suggest_key(names: tuple[str, ...], known: tuple[str, ...] = KNOWN) -> str:
-    """Return a question about keys that are one letter off a known key that the row lacks; "" if there are none."""
+    """Return a question about keys in `names` that are one letter off a known key that the row lacks; "" without any.
+
+    Cached.
+    """
     pairs = [(name, near) for name in names for near in known if near not in names and _is_near(str(name), near)]
     return f"is {', '.join(f'{name} meant to be {near}' for name, near in pairs[:2])}?" if pairs else ""
 
@@ -323,7 +327,10 @@ def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message
 
 
 def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Message]:
-    """Return the messages. Raises Refused if out of order or empty, LeftOut for a control token in a text."""
+    """Return the messages unchanged.
+
+    Raises Refused if out of order or empty, LeftOut for a token of `control` in a text.
+    """
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise Refused("no turns")
@@ -378,7 +385,10 @@ def _read_calls(value: Any) -> list[Function]:
 
 
 def _from_json(value: Any, what: str) -> list[Any]:
-    """Return a value or JSON text as a list; an object becomes a list of one. Raises Refused for anything else."""
+    """Return a value or JSON text as a list; an object becomes a list of one.
+
+    Raises Refused, about `what`, for others.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -391,7 +401,7 @@ def _from_json(value: Any, what: str) -> list[Any]:
 
 
 def _turns(items: list[Any], who: str, what: str) -> list[Message]:
-    """Return the messages of turns with the role under `who` and the text under `what`. Raises Refused."""
+    """Return the messages of turns, with the role under the key `who` and the text under `what`. Raises Refused."""
     messages = []
     for item in items:
         if not isinstance(item, dict):
@@ -419,7 +429,10 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
 
 
 def _turn(row: Any, ask: str, answer: str) -> Iterator[Message]:
-    """Yield the user's and the assistant's message of a pair. Raises Refused if one of them is not text."""
+    """Yield the user's and the assistant's message of a pair, under the keys `ask` and `answer`.
+
+    Raises Refused if one of them is not text.
+    """
     if not (isinstance(row, dict) and isinstance(row.get(ask), str) and isinstance(row.get(answer), str)):
         raise Refused(f"{ask} or {answer} is not text")
     yield {"role": "user", "content": row[ask]}

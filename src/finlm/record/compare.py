@@ -102,7 +102,7 @@ class Comparison:
 
 
 def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
-    """Return the Comparison of two run directories. Losses up to `tolerance` nats apart count as equal.
+    """Return the Comparison of two run directories. Losses that differ by at most `tolerance`, in nats, count as equal.
 
     Missing or damaged files count as empty.
     """
@@ -140,8 +140,8 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
 def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the differences of recipe, data, code, plan, packages, hardware and environment, with secrets redacted.
 
-    `starts` has the last `start` event of each run, whose CPU kernels are compared as hardware. Missing or damaged
-    files count as empty.
+    `starts` has the last `start` event of run `a` and of run `b`, whose CPU kernels are compared as hardware. Missing
+    or damaged files count as empty.
     """
     for found in _mapping("recipe", _recipe(a), _recipe(b)):
         values = (redact_key(found.field, value) for value in (found.a, found.b))
@@ -170,7 +170,10 @@ def data(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
 
 
 def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
-    """Return the first step whose losses differ by more than the tolerance, or which one run lacks; else None."""
+    """Return the first step whose losses differ by more than `tolerance`, or which one run lacks.
+
+    None if there is none. `a` and `b` are (step, loss) points.
+    """
     one, other = dict(a), dict(b)
     for step in sorted(one.keys() | other.keys()):
         here, there = one.get(step), other.get(step)
@@ -224,7 +227,7 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
 
 
 def digits(curve: Difference) -> str:
-    """Return both losses of a difference as text, with four digits or as many as tell them apart."""
+    """Return the two losses of a difference as "A | B", with four digits or as many as tell them apart."""
     pair = (curve.a, curve.b)
     for digits in (4, 6, 9, 17):
         shown = ["absent" if value is None else f"{value:.{digits}f}" for value in pair]
@@ -311,7 +314,10 @@ class Run:
 
 
 def build(runs: Sequence[RunDir], out: Path) -> Path:
-    """Write the page of several runs to `out` and return its path. Raises UserError as load() does."""
+    """Write the page of several runs side by side to the file `out` and return its path.
+
+    Raises UserError for more than COLOURS runs, or the same run twice; OSError when it cannot be written.
+    """
     loaded = load(runs)
     return run_page.write(
         out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **values(loaded)
@@ -334,7 +340,7 @@ def load(runs: Sequence[RunDir]) -> list[Run]:
 
 
 def values(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return {name: value} for the template side_by_side.html."""
+    """Return {name: value} for the template side_by_side.html, of two runs or more."""
     return {
         "paths": [run.directory.path.resolve().name for run in runs],
         "names": [run.name for run in runs],

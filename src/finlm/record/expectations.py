@@ -123,7 +123,10 @@ def _check_values(read: History, expect: Expect) -> Iterator[Checked]:
 
 
 def _check_number(what: str, promised: float | tuple[float, float], value: float | None, tolerance: float) -> Checked:
-    """Return the Checked of a promised number, plus or minus the tolerance, or interval. A value of None is off."""
+    """Return the Checked of a promised number, plus or minus `tolerance`, or of a promised (low, high).
+
+    `value` is the run's; None is off.
+    """
     low, high = promised if isinstance(promised, tuple) else (promised - tolerance, promised + tolerance)
     middle = (low + high) / 2 if isinstance(promised, tuple) else promised
     return Checked(what, middle, value, value is not None and low <= value <= high, low, high)
@@ -207,7 +210,7 @@ def _error(planned: float | None, measured: float | None) -> float | None:
 
 
 def next_commands(run: RunDir, stage: str) -> list[str]:
-    """Return the arguments of finlm commands to try next with the model of a run of this stage."""
+    """Return finlm's arguments, a text a command, to try next with the model of a finished run of this stage."""
     path = screen.relative(run.path)
     if stage == "reward":  # it says how good a text is, and writes none
         return [f"report {path}", f"train RECIPE --set grpo.reward={path}   {translate('# a recipe of stage grpo')}"]

@@ -42,7 +42,7 @@ STEP_KEYS = (
 
 @dataclass
 class Restart:
-    """A new launch after a failure: its `restart` event, and the steps and seconds it lost (None until known)."""
+    """A new launch after a failure: its `restart` event, and the steps and seconds that it lost (None until known)."""
 
     row: Row
     steps_lost: float | None = None
@@ -106,7 +106,7 @@ class History:
         return curves
 
     def held_out_rewards(self) -> dict[str, Points]:
-        """Return {how answers are drawn: [(step, mean reward on held-out prompts)]}, without empty ones."""
+        """Return {name: [(step, mean held-out reward)]} of likeliest and of drawn answers, without empty ones."""
         kinds = {"likeliest answers": "reward", "drawn as in training": "sampled"}
         curves = {
             name: [(row["step"], row[key]) for row in self.evals if is_number(row.get(key))]
@@ -146,7 +146,7 @@ def is_number(value: Any) -> bool:
 
 
 def read_history(run: RunDir) -> History:
-    """Return the History of a run from events.jsonl; an empty one if there are no events."""
+    """Return the History of a run from events.jsonl, empty without events; it counts lines that are not JSON."""
     history = History()
     by_kind = {
         "eval": history.evals,
@@ -243,7 +243,7 @@ def _take_back(history: History, step: float) -> None:
 
 
 def fall(start: float | None, end: float | None) -> float | None:
-    """Return how much lower end is than start, as a share of start; None when one is missing or start is 0."""
+    """Return how much lower `end` is, as a share of `start` (0.1 = 10 %); None if either is missing or start is 0."""
     return None if not start or end is None else 1 - end / start
 
 
@@ -256,7 +256,10 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
-    """Return a curve (not empty) as at most `width` block characters of eight heights, each a mean of values."""
+    """Return a curve (not empty) as at most `width` block characters, each a mean.
+
+    `low` and `high` set their heights.
+    """
     count = min(width, len(values))
     ends = [round(number * len(values) / count) for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
@@ -428,7 +431,7 @@ def read_listed(run: RunDir) -> Listed:
 
 
 def show_runs(listed: list[Listed], runs: Path) -> None:
-    """Print a table of the runs to stdout, or a hint on how to train if there are none."""
+    """Print a table of the runs to stdout, or a hint on how to train if there are none; `runs` is their directory."""
     if not listed:
         screen.show(f"no runs in {runs}/; `{screen.program()} train quickstart` makes one")
         return

@@ -185,9 +185,9 @@ class View:
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
 
     def feed(self, row: Row, quiet: bool = False) -> None:
-        """Update the state by an event and print the line about it, if any; without a board some steps print a line.
+        """Update the state by an event and print the line about it, if any.
 
-        `quiet` means that the event is an old one: prints nothing.
+        Without a board also prints a line at some steps. `quiet` means that the event is an old one: prints nothing.
         """
         sentence = self.state.feed(row)
         if quiet:
@@ -220,7 +220,10 @@ class View:
 
 @contextmanager
 def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
-    """Yield a View of a run of this plan, on stderr, or with `is_result` where a command's result goes."""
+    """Show a run of this plan during the block: yield the View to feed with events.
+
+    On a terminal a board is drawn, elsewhere lines are printed; to stderr, or with `is_result` where results go.
+    """
     with screen.board(f"{plan.recipe}: training", is_result=is_result) as draw:
         yield View(plan, draw, screen.show if is_result else screen.say)
 
@@ -279,7 +282,7 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
 
 
 def _is_over(run: RunDir, state: State) -> bool:
-    """Return whether no process here runs a run that ended, or that was started here and is quiet."""
+    """Return whether the run ended, or is quiet and was started here, and no process here holds its lock."""
     if state.end is not None:
         return not is_held(run)
     is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS

@@ -236,7 +236,10 @@ def version() -> str:
 
 
 def copy_code(destination: Path) -> str:
-    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); return the copy's tree hash."""
+    """Copy the package to destination/finlm (so that `destination` goes on PYTHONPATH); return the copy's tree hash.
+
+    Raises OSError.
+    """
     for path in _source_files():
         target = destination / "finlm" / path.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +249,10 @@ def copy_code(destination: Path) -> str:
 
 
 def copy_rewards(recipe: Recipe, run: RunDir) -> None:
-    """Copy the files of grpo.reward's functions into the run. Raises UserError for one that has changed since."""
+    """Copy the files of grpo.reward's functions into the run, rewards/<sha256>.py; do nothing without any.
+
+    Raises UserError for a file that has changed since the recipe was loaded.
+    """
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "function":
             continue
@@ -323,7 +329,7 @@ def _seeds(recipe: Recipe) -> dict[str, int]:
 
 
 def packages() -> dict[str, str]:
-    """Return {name: version} of every installed distribution, sorted by name."""
+    """Return {name: version} of every distribution installed in this environment, sorted by name."""
     versions = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]

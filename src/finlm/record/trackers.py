@@ -256,7 +256,8 @@ def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[s
 def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
     """Send a run's metrics to these trackers, once or until the run ends, and print to stderr how to open them.
 
-    Raises UserError if a tracker is not installed or, without until_end, busy or not reachable.
+    With `until_end` each tracker gets a process of its own. Raises UserError if a tracker is not installed or, without
+    `until_end`, busy or not reachable.
     """
     check_installed(names)
     if until_end:
@@ -272,7 +273,10 @@ def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
 
 
 def how_to_open(run: RunDir, name: str) -> str:
-    """Return the command that opens or uploads a tracker's data; "sent" if W&B has it already."""
+    """Return the command that opens or uploads the data that tracker `name` has of the run.
+
+    "sent" if W&B has all of it.
+    """
     if name == "tensorboard":
         return f"tensorboard --logdir {run.path.parent}"
     if name == "wandb":

@@ -92,10 +92,7 @@ class DialogueRows(PackedRows):
     """
 
     def __init__(self, shards: Sequence[Shard], index: Index, padding: int | None = None) -> None:
-        """Take the shards and the index of their rows.
-
-        `padding` is the id that fills rows up, None as PackedRows does.
-        """
+        """Take the shards, the index of their rows, and the id that fills rows up, if any."""
         super().__init__(shards, index)
         self.padding = padding
 
@@ -144,14 +141,14 @@ def open_rows(shards: Shards, recipe: Recipe) -> Rows | PackedRows:
 
 
 def train_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return the training rows of dialogues; build a missing index. Raises UserError when it cannot be written."""
+    """Return the training rows of dialogues; write a missing index. Raises UserError when it cannot be written."""
     parts = shards.split("train")
     rows = build_index(shards.directory, parts, packing_of(recipe), recipe.batch.sequence_length)
     return DialogueRows(parts, rows, shards.eos_id if recipe.sft and recipe.sft.pad_labels else None)
 
 
 def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return the training rows of a preference stage: a pair a row, or a prompt for grpo."""
+    """Return the training rows of a preference stage: a pair a row, or a prompt for grpo. Writes no index."""
     parts = shards.split("train")
     together = recipe.sequences_per_row
     sources = tuple(
@@ -169,7 +166,7 @@ def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
     """
 
     def rows(shards: Sequence[Shard], sequence_length: int) -> DialogueRows:
-        """Return the rows of held-out shards, as long as `sequence_length`. Makes their index in memory."""
+        """Return the rows, `sequence_length` tokens long, of held-out shards; makes their index in memory."""
         return DialogueRows(shards, make_index(shards, packing_of(recipe), sequence_length))
 
     return rows
@@ -182,7 +179,7 @@ def is_dialogues(shards: Shards) -> bool:
 
 @lru_cache(maxsize=256)
 def _mask(path: Path) -> npt.NDArray[np.uint8]:
-    """Return the file's bytes as an array that is read from disk when used."""
+    """Return the array of the bytes in a .mask file, memory-mapped; a few are cached."""
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slicing a memmap object takes microseconds more
 
 

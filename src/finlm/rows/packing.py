@@ -44,7 +44,7 @@ class Pieces:
 
     @classmethod
     def read(cls, directory: Path) -> Pieces:
-        """Open the arrays of a finished index, memory-mapped."""
+        """Open the arrays of a finished index, memory-mapped. Raises FileNotFoundError without them."""
         names = ("start", "length", "first")
         return cls(*(np.asarray(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in names))
 
@@ -244,7 +244,7 @@ def open_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRo
 
 
 def kind_of(how: str) -> Packing:
-    """Return the Packing of documents for a data.packing other than concat."""
+    """Return the Packing of documents for `how`, a data.packing other than concat."""
     return "blocks" if how == "blocks" else "best_fit"
 
 
@@ -365,8 +365,8 @@ def parts(
 ) -> list[Part]:
     """Return the run's parts in order, each with a whole number of rows per source; a stage with `to` has up to 16.
 
-    Parts without rows are left out; the last stage takes the rows beyond the stages' budgets. `stages` is not empty.
-    Raises UserError for a source that does not exist or has no rows.
+    `ranges` has the row ids of each source. Parts without rows are left out; the last stage takes the rows beyond the
+    stages' budgets. `stages` is not empty. Raises UserError for a source that does not exist or has no rows.
     """
     shares = _shares(stages, run_rows * sequence_length)
     slices: list[tuple[int, float, npt.NDArray[np.float64]]] = []
@@ -429,7 +429,7 @@ def weights_by_source(weights: Mapping[str, float], sizes: Mapping[str, int], ke
 
 
 def _apportion_rows(weights: npt.NDArray[np.float64], rows: int, owed: npt.NDArray[np.float64]) -> tuple[int, ...]:
-    """Return the number of rows of each source, in proportion to the weights, by largest remainder.
+    """Return the number of rows of each source, `rows` in all, in proportion to the weights, by largest remainder.
 
     `owed` [sources] is what the stage's earlier parts rounded away, so that a small weight is not lost in each of them.
     """

@@ -30,7 +30,7 @@ IGNORED = -100  # the label that no loss counts, as in PyTorch's cross entropy
 
 @dataclass(frozen=True)
 class Shard:
-    """A stream of tokens of a source."""
+    """A stream of tokens of a source, in the file `path`; text_bytes is the size of its text."""
 
     source: str
     path: Path
@@ -93,7 +93,7 @@ class Shards:
         self._check_sizes()
 
     def split(self, name: Split) -> list[Shard]:
-        """Return the shards of a split, by source in the recipe's order."""
+        """Return the shards of a split in the manifest's order, source after source; [] if it has none."""
         return [
             Shard(
                 item["source"],

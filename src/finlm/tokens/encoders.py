@@ -70,7 +70,7 @@ class Cuts:
         }
 
     def encode(self, encoder: Encode, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of one or more texts end to end, the number of ids of each), as for whole texts."""
+        """Return (ids of one or more texts end to end, the number of ids of each), the same as for whole texts."""
         if max(map(len, texts)) <= _LONG:
             return encoder(texts)
         parts = [part for text in texts for part in self._parts(text)]
@@ -175,7 +175,7 @@ def is_json(model: Path) -> bool:
 def reference(model: Path) -> Sentencepiece | Tokenizers:
     """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json.
 
-    Raises UserError if it is unreadable.
+    Raises UserError if unreadable.
     """
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
@@ -189,9 +189,10 @@ PROVEN = "gigatoken.json"  # beside a tokenizer: the settings with which gigatok
 
 
 def prove(model: Path) -> str:
-    """Return find_disagreement() of a tokenizer of the cache; after a pass, keep gigatoken's settings beside it.
+    """Test gigatoken on a tokenizer of the cache: return "" if its ids are the library's, else what differs, as text.
 
-    They spare the next runs the test, and every worker a second of conversion.
+    After a pass writes gigatoken's settings beside the tokenizer, so that it is not tested again; they also spare every
+    worker a second of conversion.
     """
     if _read_proven(model):
         return ""
@@ -202,7 +203,7 @@ def prove(model: Path) -> str:
 
 
 def _read_proven(model: Path) -> str:
-    """Return the settings that prove() kept of this file and these versions of the encoders; "" without them."""
+    """Return the settings that prove() kept for this file and these versions of the encoders; "" without them."""
     kept = model.with_name(PROVEN)
     proven = files.read_json(kept) if kept.is_file() else {}
     return str(proven["settings"]) if proven and proven["of"] == _identify(model) else ""
@@ -265,7 +266,7 @@ def find_disagreement(model: Path) -> str:
 
 
 def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
-    """Return "" if both encoders give the same ids, else the start of the first text with different ids.
+    """Return "" if both encoders give the same ids for the texts, else the start of the first text with other ids.
 
     If no text differs when encoded alone, returns a sentence that says so.
     """
@@ -279,7 +280,10 @@ def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
 
 
 def _piece_traps(model: Path) -> Iterator[str]:
-    """Yield test texts: every piece among others, user-defined and control ones inside text. Raises UserError."""
+    """Yield test texts made of the tokenizer's pieces, user-defined and control ones inside text too.
+
+    Raises UserError.
+    """
     if is_json(model):
         loaded = tokenizer_json.load(model)
         added = tokenizer_json.added_tokens(model)
@@ -305,7 +309,10 @@ def _settings(model: Path) -> str:
 
 @lru_cache(1)  # a second, for the test of the tokenizer and for the shards
 def _convert(model: Path, content: bytes) -> str:
-    """Return gigatoken's settings for a tokenizer's file, whose bytes are `content`. ValueError as _settings."""
+    """Return gigatoken's settings, as JSON, for a tokenizer's file, whose bytes are `content`. ValueError as _settings.
+
+    Cached for the last file.
+    """
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)
     from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json

@@ -80,7 +80,7 @@ def copy_files(source: Path, directory: Path, names: Sequence[str] = COPIED) -> 
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
-    """Return {name: sha256} of the files in the directory that decide the ids and the template."""
+    """Return {name: hex sha256} of those of FILES that the directory has: they decide the ids and the template."""
     return {name: files.sha256_file(directory / name) for name in FILES if (directory / name).is_file()}
 
 
@@ -249,12 +249,18 @@ class _Pieces:
         return text + self._decode_run(run, text)
 
     def _decode_run(self, run: list[int], before: str) -> str:
-        """Return the text of pieces without control tokens, without sentencepiece's leading space if `before` is ""."""
+        """Return the text of `run`, ids without control tokens.
+
+        Without sentencepiece's leading space if `before` is "".
+        """
         return str((self._later if before else self._first).decode(run))
 
 
 def snapshot(identity: str, revision: str | None) -> Path:
-    """Download a Hub model's tokenizer and config.json, if not cached; return their directory. Raises UserError."""
+    """Download the tokenizer and config.json of the Hub model `identity`, if not cached, and return their directory.
+
+    Raises UserError when that fails.
+    """
     from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
 
     problem = f"cannot fetch the tokenizer of {identity}"

@@ -150,9 +150,9 @@ def enlarge(base: Base, added: Added) -> dict[str, Any]:
 
 
 def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
-    """Return vocab.count_unchanged() of both files for the old tokens and then the texts.
+    """Check that both files give the same ids for the old tokens and then the texts, their Chinese left out.
 
-    Raises RuntimeError as it does.
+    Returns how many were compared. Raises RuntimeError at the first that differs.
     """
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
@@ -279,7 +279,10 @@ def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) 
 
 
 def _write(base: Base, settings: Mapping[str, Any], directory: Path) -> None:
-    """Write base's files, the settings as tokenizer.json, and extension.json (old numbers of ids and merges)."""
+    """Write base's files, the settings as tokenizer.json, and extension.json (old numbers of ids and merges).
+
+    All go into `directory`.
+    """
     pretrained.copy_files(base.path.parent, directory)
     text = json.dumps(settings, ensure_ascii=False, indent=2)
     files.write_text(directory / NAME, text)
@@ -323,13 +326,16 @@ def load(path: Path) -> tokenizers.Tokenizer:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a sha256 over the tokenizer's files: those that decide ids, and those that go along."""
+    """Return a hex sha256 over the tokenizer's files: those that decide ids, and those that go along."""
     known = pretrained.fingerprint(path.parent)
     return files.sha256_json({name: known[name] for name in pretrained.COPIED if name in known})
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy the tokenizer's files beside `path` to directory/tokenizer; return its description. Raises UserError."""
+    """Copy the tokenizer's files beside `path` to directory/tokenizer; return its description for manifests.
+
+    Raises UserError as describe() does.
+    """
     described = describe(path)
     pretrained.copy_files(path.parent, directory / "tokenizer")
     return described
@@ -353,7 +359,10 @@ def describe(path: Path) -> Described:
 
 @functools.cache
 def added_tokens(path: Path) -> tuple[str, ...]:
-    """Return the texts of the tokens outside the pieces: control tokens and users'. Raises UserError as load()."""
+    """Return the texts of the tokens outside the pieces, control tokens and users'. Cached.
+
+    Raises UserError as load().
+    """
     return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
 
 

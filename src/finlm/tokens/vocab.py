@@ -71,12 +71,15 @@ def load(path: Path) -> Any:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the sha256 of the model file."""
+    """Return the hex sha256 of the model file."""
     return files.sha256_file(path)
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy a model to directory/tokenizer.model and return its description. Raises UserError if it has no </s>."""
+    """Copy a model to directory/tokenizer.model and return its description.
+
+    Raises UserError if it has no </s> or is no sentencepiece model.
+    """
     processor = load(path)
     if processor.eos_id() < 0:
         raise UserError(f"{path} has no end-of-document piece (</s>)", fix="use a tokenizer with an eos id")
@@ -87,7 +90,8 @@ def copy(path: Path, directory: Path) -> Described:
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
     """Train a sentencepiece model on the lines, write directory/tokenizer.model, and return its description.
 
-    Raises UserError if sentencepiece refuses, for a vocab_size too large or too small for the text, say.
+    character_coverage is the share of characters that get pieces; the others are spelt as bytes. Raises UserError if
+    sentencepiece refuses, for a vocab_size too large or too small for the text, say.
     """
     model = io.BytesIO()
     try:
@@ -136,7 +140,7 @@ def encode(processor: Any, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
 
 
 def _explain_refusal(message: str, vocab_size: int) -> UserError:
-    """Return sentencepiece's error message as a UserError that names the sizes that would do."""
+    """Return sentencepiece's error message as a UserError, not raised; the fix names the sizes that would do."""
     if too_high := re.search(r"too high .*<= (\d+)", message):
         return UserError(
             f"tokenizer.vocab_size {vocab_size:,} is too large for this text",
@@ -238,13 +242,13 @@ def extend(
 
 
 def too_large(size: int, most: int, evidence: str) -> UserError:
-    """Return the UserError for a tokenizer.extend_to above what the sample's text has pieces for."""
+    """Return, without raising it, the UserError for a tokenizer.extend_to of `size` where `most` is possible."""
     fix = f"set tokenizer.extend_to to at most {most}, or add text: tokenizer.sample_bytes, data.sources"
     return UserError(f"tokenizer.extend_to {size:,} is too large for this text", evidence=evidence, fix=fix)
 
 
 def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
-    """Return a copy of base with the pieces added at its end, each with a score below all before it.
+    """Return a copy of the ModelProto `base` with the pieces added at its end, each with a score below all before it.
 
     trainer_spec.vocab_size is then the number of old pieces: train/model/causal_lm.py reads there which rows are new.
     """
@@ -257,9 +261,9 @@ def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
 
 
 def check_unchanged(old: Any, new: Any, texts: Iterable[str]) -> int:
-    """Return count_unchanged() of both processors for the pieces of `old` and then the texts.
+    """Check that both processors give the same ids for the pieces of `old` and then the texts, their Chinese left out.
 
-    Raises RuntimeError as it does.
+    Returns how many were compared. Raises RuntimeError at the first that differs.
     """
     pieces = (old.id_to_piece(number).replace("▁", " ") for number in range(old.vocab_size()))
     return count_unchanged(old.encode, new.encode, itertools.chain(pieces, texts))
@@ -280,7 +284,7 @@ def count_unchanged(old: Callable[[str], Any], new: Callable[[str], Any], texts:
 
 
 def is_extension(model: Path, base: Path, size: int) -> bool:
-    """Return whether a tokenizer.model has `size` pieces and begins with those of `base`."""
+    """Return whether the tokenizer.model `model` has `size` pieces and begins with those of `base`, another one."""
     extended, old = (ModelProto.FromString(path.read_bytes()) for path in (model, base))
     return len(extended.pieces) == size and list(extended.pieces[: len(old.pieces)]) == list(old.pieces)
 
@@ -301,7 +305,10 @@ def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[s
 
 
 def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int, coverage: float) -> list[str]:
-    """Return new pieces in the order in which they are added; more than `wanted` if the sample has them."""
+    """Return new pieces in the order in which they are added; more than `wanted` if the sample has them.
+
+    `known` has the old pieces; `longest` and `coverage` are extend()'s.
+    """
     covering = candidate_characters(sample, coverage, every=longest == 1)
     characters = [character for character in covering if character not in known]
     if longest == 1:
@@ -345,7 +352,7 @@ def _keep_living(base: Any, candidates: list[str], wanted: int) -> tuple[list[st
 
 
 def _find_dead(model: Any, old: int) -> set[str]:
-    """Return a sentencepiece ModelProto's pieces from id `old` on that do not encode to their own id."""
+    """Return the pieces of a sentencepiece ModelProto, from id `old` on, that do not encode to their own id."""
     alone = ModelProto.FromString(model.SerializeToString())
     alone.normalizer_spec.add_dummy_prefix = False
     processor = sentencepiece.SentencePieceProcessor(model_proto=alone.SerializeToString())

@@ -114,7 +114,10 @@ def _compare_plan(history: History, plan: Mapping[str, Any]) -> list[tuple[str |
 
 
 def _against(planned: Any, measured: Any, how: Any) -> tuple[str | None, str | None, str | None]:
-    """Return planned and measured as text by `how`, and measured / planned; None for what is not known."""
+    """Return (planned, measured, measured / planned) as text, the first two by how(value).
+
+    None for what is not known.
+    """
     ratio = f"{measured / planned:.2f}" if planned and measured is not None else None
     return how(planned), how(measured), ratio
 
@@ -313,7 +316,7 @@ def moment(value: Any) -> str | None:
 
 
 def period(first: Any, last: Any) -> str | None:
-    """Return two Unix times as '<first> to <last>', with one date if both have the same.
+    """Return two Unix times in UTC as '<first> to <last>', with a single date if both have the same.
 
     Returns the first alone if the second is unknown, None if the first is.
     """
