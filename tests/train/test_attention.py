@@ -57,7 +57,7 @@ def padded(left: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 def answers(trainer: Any, of: LlamaForCausalLM, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies of the answers as trl's trainer, or ours, takes them."""
-    stub = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext), besides=(), learnt_from=None)
+    stub = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext), extra_outputs=(), learnt_from=None)
     ids, mask = padded(left=True)
     method = trainer._get_per_token_logps_and_entropies
     found: tuple[torch.Tensor, torch.Tensor, None] = getattr(method, "__wrapped__", method)(

@@ -258,6 +258,7 @@ def attend_with_sinks(
 
 @attend_with_sinks.register_fake
 def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty tensors in the form of attend_with_sinks's results, for the compiler."""
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -300,6 +301,7 @@ def _attend_with_sinks_backward(
 
 @_attend_with_sinks_backward.register_fake
 def _(gradient: torch.Tensor, q: Any, k: Any, v: Any, sinks: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+    """Return empty tensors in the form of the gradients, for the compiler."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(sinks)
 
 
@@ -321,8 +323,8 @@ attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_back
 def _documents(bounds: torch.Tensor, left: int, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
     """Yield (tokens, mask) for each document of `bounds`: the slice of its tokens, and a mask to add to its scores.
 
-    A token sees `left` tokens before its own (-1: all). The mask is None if that window holds every document token;
-    else it is [tokens, tokens] in the dtype of `like`, with -inf where a token does not see another.
+    A token sees `left` tokens before its own (-1: all). The mask is None if no token has more tokens of its document
+    before it; else it is [tokens, tokens] in the dtype of `like`, with -inf where a token does not see another.
     """
     for start, stop in itertools.pairwise(bounds.tolist()):
         if start < stop:

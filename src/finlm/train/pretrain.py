@@ -42,6 +42,7 @@ class Setup(Rank[Settings]):
     checkpoints: Checkpoints
 
     def __post_init__(self) -> None:
+        """Make the Guard, which needs all other fields."""
         self.guard = Guard(self)
 
     def end(self, step: int, status: str, exit_code: int) -> int:

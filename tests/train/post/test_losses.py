@@ -86,7 +86,7 @@ def test_a_forms_loss_and_gradient_are_trls_own(
     made: Any = trainer(form, model, tokenizer, tmp_path)
     theirs = made._compute_loss(made.model, dict(rows))
     expected = gradients(made, theirs)
-    made.learnt_from, made.besides, made.mismatch = None, (), rollouts.Mismatch(2.0, torch.device("cpu"))
+    made.learnt_from, made.extra_outputs, made.mismatch = None, (), rollouts.Mismatch(2.0, torch.device("cpu"))
     name = "_get_per_token_logps_and_entropies"
     setattr(made, name, MethodType(getattr(grpo.GroupTrainer, name), made))
     sampled = rows | {"sampling_per_token_logps": rows["old_per_token_logps"] + 1e-4}

@@ -225,6 +225,7 @@ def delta_rule(
 
 @delta_rule.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty tensors in the form of delta_rule's results, for the compiler."""
     return torch.empty_like(v, memory_format=torch.contiguous_format), _wanted(q, v)
 
 
@@ -260,6 +261,7 @@ def _delta_rule_backward(
 
 @_delta_rule_backward.register_fake
 def _(_: Any, q: torch.Tensor, k: Any, v: Any, decay: Any, beta: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """Return empty tensors in the form of the gradients, for the compiler."""
     kept = torch.contiguous_format
     return tuple(torch.empty_like(part, memory_format=kept) for part in (q, k, v, decay, beta))
 

@@ -60,8 +60,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     drawn_first: Mapping[str, list[float]] = {}  # by source, what drawn answers earned at step 0
     learnt_from: Rows | None = None  # the rows of the loss that is being computed
-    besides: tuple[torch.Tensor, ...] = ()  # what else a forward pass says of each token: [rows, tokens - 1]
-    kept: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
+    extra_outputs: tuple[torch.Tensor, ...] = ()  # what else a forward pass says of each token: [rows, tokens - 1]
+    extra_values: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
 
     def __init__(self, r: Rank[Recipe], model: Any, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
         """Read the prompts, and make trl's trainer of `given` with a reward function for each of `terms`."""
@@ -128,10 +128,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             yield rollouts.Answer(prompt, self.prompts[number]["answer"], text, earned, reward, advantage)
 
     def state_for_checkpoint(self) -> State:
-        """Return Recorded's state and two more: `rollouts`, the watch over answers.
-
-        `drawn_first`, rewards at step 0.
-        """
+        """Return Recorded's state, with the state of the watch over answers and the held-out rewards of step 0."""
         saved: State = super().state_for_checkpoint()
         return saved | {"rollouts": self.gaming.state(), "drawn_first": list(self.drawn_first.items())}
 
@@ -202,8 +199,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Return (log-probabilities, entropies or None, None) of the last tokens: fp32 [rows, logits_to_keep].
 
-        Runs `batch_size` rows at a time, all at once if None. Sets self.kept to the values of self.besides for these
-        tokens. While a loss is computed, corrects its advantages (Mismatch.correct).
+        Runs `batch_size` rows at a time, all at once if None. Sets extra_values to the extra_outputs of these tokens,
+        which a hook of the model sets. While a loss is computed, corrects its advantages (Mismatch.correct).
 
         Prompts are padded on their left. Here the padding moves behind the answers, where no token that counts looks:
         attention needs no mask then, and flash attention takes none.
@@ -217,11 +214,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             given = {"input_ids": ids[rows], "position_ids": kernels.plain_positions(ids), "labels": labels[rows]}
             with self.accelerator.autocast():
                 out = model(**given, fused_lm_head=True)
-            kept = (out.log_probs, *([out.entropy] if compute_entropy else []), *self.besides)
-            self.besides = ()
+            kept = (out.log_probs, *([out.entropy] if compute_entropy else []), *self.extra_outputs)
+            self.extra_outputs = ()
             parts_of_rows.append([each.gather(1, before[rows]) for each in kept])
         logps, *rest = (torch.cat(parts) for parts in zip(*parts_of_rows, strict=True))
-        self.kept = rest[1:] if compute_entropy else rest
+        self.extra_values = rest[1:] if compute_entropy else rest
         if self.learnt_from is not None:
             self.mismatch.correct(self.learnt_from, logps.detach())
         return logps, rest[0] if compute_entropy else None, None

@@ -43,15 +43,15 @@ class ValueTrainer(GroupTrainer):
         body.model.register_forward_hook(self._compute_values)
 
     def _compute_values(self, body: Any, given: Any, out: Any) -> None:
-        """Set self.besides to (values,): the value of each token but the last, [rows, tokens - 1].
+        """Set extra_outputs to (values,), of each token but the last: [rows, tokens - 1]. A forward hook of the body.
 
-        A forward hook of the body. Does nothing unless is_scoring.
+        Does nothing unless is_scoring.
         """
         if self.is_scoring:
-            self.besides = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
+            self.extra_outputs = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        """Return GroupTrainer's result, and set self.kept to (values of the last tokens,)."""
+        """Return GroupTrainer's result, and set extra_values to (values of the last tokens,)."""
         self.is_scoring = True
         try:
             return super()._get_per_token_logps_and_entropies(*given, **named)
@@ -71,7 +71,7 @@ class ValueTrainer(GroupTrainer):
             logps, *_ = self._get_per_token_logps_and_entropies(
                 self.model, ids, seen, mask.shape[1], self.args.per_device_train_batch_size
             )
-        (values,) = self.kept
+        (values,) = self.extra_values
         apart = (logps - rows["ref_per_token_logps"]) * mask if self.beta else torch.zeros_like(logps)
         earned = place_rewards(self._rewards(len(ids)).to(logps.device), mask) - self.beta * apart
         advantages, returns = estimate(earned, values, mask, self.ppo)
@@ -84,14 +84,15 @@ class ValueTrainer(GroupTrainer):
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
         """Return trl's loss of the answers plus the weighted loss of the values. Collective.
 
-        Leaves out trl's divergence term: the divergence is in the rewards.
+        Leaves out trl's divergence term: the divergence is in the rewards. Appends measures of the values to trl's
+        metrics.
         """
         beta, self.beta = self.beta, 0.0
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
         finally:
             self.beta = beta
-        (values,), mask = self.kept, inputs["completion_mask"]
+        (values,), mask = self.extra_values, inputs["completion_mask"]
         missed = value_losses(values, inputs["old_values"], inputs["returns"], self.ppo.value_clip) * mask
         # The tokens of all ranks, as trl divides its loss; the mean over ranks, which comes later, is taken back here.
         value_loss = missed.sum() / (inputs["num_items_in_batch"] / self.accelerator.num_processes)

@@ -90,7 +90,7 @@ def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> An
 
 
 def padding_id(shards: Shards) -> int:
-    """Return the id that fills up rows: the first that exists of padding, <unk> and <s> and ends no turn or text.
+    """Return the id that fills up rows: of padding, <unk> and <s> the first that exists and ends no turn or text.
 
     Without such a token, return the eos id. A reward is read at the last token that is not padding; with </s> as
     padding it would be read before the end of the turn.

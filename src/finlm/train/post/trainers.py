@@ -308,9 +308,11 @@ class Steps:
         self.trainer, self.plan = trainer, trainer.rank.plan
 
     def __len__(self) -> int:
+        """Return the number of micro-steps of the whole run."""
         return int(self.plan.steps * self.plan.gradient_accumulation_steps)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the micro-batches of this rank from the run's current step to its last."""
         for step in range(self.trainer.state.global_step, self.plan.steps):
             yield from self.trainer._read(step)
 

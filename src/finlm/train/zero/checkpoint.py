@@ -307,7 +307,7 @@ class Checkpoints:
         return problems
 
     def _collect_states(self, step: int) -> dict[str, State]:
-        """Return what this rank saves, by file name, with tensors copied by the store's `place`."""
+        """Return what this rank saves after `step` steps, by file name; tensors by the store's `place`. Collective."""
         directory = self.run.checkpoint(step)
         self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
         loop: State = {
@@ -325,7 +325,7 @@ class Checkpoints:
         return [step for step, directory in self.run.complete_checkpoints() if not directory.is_symlink()]
 
     def _unscheduled_steps(self) -> list[int]:
-        """Return checkpoints outside the schedule, [] unless the run may roll back and has scheduled ones."""
+        """Return steps saved outside the schedule; [] unless the run may roll back and has scheduled ones."""
         steps = self._steps_on_disk() if self.rolls_back else []
         extra = [step for step in steps if not is_due(step, self.keep.every_steps) and step != self.plan.steps]
         return extra if len(extra) < len(steps) else []

@@ -177,6 +177,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     @device.setter
     def device(self, device: Any) -> None:
+        """Set the device of the gradients, as DeepSpeed does."""
         self._compute_device = device
 
     def initialize_optimizer_states(self) -> None:

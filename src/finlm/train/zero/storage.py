@@ -100,6 +100,7 @@ class Store(CheckpointEngine):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
+        """Begin with nothing collected or given; tensors are not copied until `place` is set."""
         super().__init__()
         self.name = "finlm"
         self.place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
@@ -166,6 +167,7 @@ class Buffers:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Begin without memory, for tensors on `device`."""
         self.lock_cache = device.type == "cuda"
         self.device = torch.cuda.current_device() if self.lock_cache else None
         self.memory: list[torch.Tensor] = []
