@@ -196,7 +196,7 @@ def _translate_parts(text: str, main: str, remark: str) -> str | None:
     """Return a sentence translated clause by clause, or item by item at commas; None when no clause is known.
 
     `main` and `remark` are what _split_remark(text) returned. Clauses end at "; ". Items are translated only if each of
-    two words or more is known.
+    two words or more is known. Adds unknown clauses of two words or more to `missed`.
     """
     if "; " in text:
         clauses = text.split("; ")

@@ -106,7 +106,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run `finlm doctor`: check the hosts against the plan and print findings. Return 1 if any is an error, else 0."""
+    """Run `finlm doctor`: check the hosts, print findings (--json: as JSON too).
+
+    Return 1 if any is an error, else 0.
+    """
     from finlm.doctor import gather, preflight, speed
     from finlm.hosts import file_trees, sync
 
@@ -176,7 +179,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _drill(options: argparse.Namespace) -> int:
-    """Run `finlm drill`: break a run on purpose and print how it recovered. Return 0. Raises UserError."""
+    """Run `finlm drill`: break a run on purpose, print how it recovered (--json too). Return 0. Raises UserError."""
     from finlm.recipe import cluster
     from finlm.runs import drill
 
@@ -200,7 +203,7 @@ def _drill(options: argparse.Namespace) -> int:
 
 
 def _admit(options: argparse.Namespace) -> int:
-    """Run `finlm admit`: check that finlm trains a model as transformers does. Return 0 if it is admitted, else 1."""
+    """Run `finlm admit`: check that a model trains as in transformers (--json: JSON too). Return 0 if so, else 1."""
     from finlm.admit import command
 
     verdict = command.admit(options.model)
@@ -271,7 +274,7 @@ def _print_json(options: argparse.Namespace, document: object) -> None:
 
 
 def _attempt(options: argparse.Namespace) -> int:
-    """Run `finlm attempt`: generate several answers to each prompt and print pass@k and maj@k. Return 0."""
+    """Run `finlm attempt`: sample answers to prompts, print pass@k and maj@k, with --json as JSON too. Return 0."""
     recipe = recipes.load(options).recipe
     from finlm.evals import attempts
     from finlm.runs import lineage
@@ -358,7 +361,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    """Run `finlm runs`: print a table of the runs in a directory. Return 0. Raises UserError if --runs is a file."""
+    """Run `finlm runs`: print a table of runs, with --json as JSON too. Return 0. UserError if --runs is a file."""
     from finlm.record import history
 
     if options.runs.is_file():
@@ -378,7 +381,7 @@ def _track(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Run `finlm compare`: print how two runs differ. Return 0 if equal, else 1. Raises UserError if one is no run."""
+    """Run `finlm compare`: print how two runs differ (--json too). Return 0 if equal, else 1. UserError for no run."""
     from finlm.record import compare
 
     one, other = map(rundir.open_run, options.run_dirs)
@@ -386,7 +389,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    """Run `finlm reproduce`: train a finished run again and print how the two differ. Return 0 if equal, else 1."""
+    """Run `finlm reproduce`: train a run again, print how the two differ (--json too). Return 0 if equal, else 1."""
     from finlm.runs import proofs
 
     run = rundir.open_run(options.run_dir)
@@ -394,7 +397,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _verify_resume(options: argparse.Namespace) -> int:
-    """Run `finlm verify-resume`: train with and without kills, compare and print. Return 0 if equal, else 1."""
+    """Run `finlm verify-resume`: train with and without kills, compare (--json too). Return 0 if equal, else 1."""
     from finlm.recipe import recipe
     from finlm.runs import proofs
 

@@ -116,7 +116,7 @@ def _why_rows(chosen: Candidate, candidates: list[Candidate]) -> str:
 
 
 def _without_rows(layout: Layout) -> Layout:
-    """Return the layout without its micro-batch: equal for candidates that differ in nothing else."""
+    """Return the layout without its micro-batch: the same for candidates that differ in that alone."""
     return dataclasses.replace(layout, micro_batch=0, accumulates=True, generation_rows=0)
 
 

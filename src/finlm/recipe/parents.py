@@ -152,7 +152,8 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
 def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Check a pretraining `model` section against its start's config.json, if that is here, and set model["config"].
 
-    Returns and raises as inherit does; without a start, or if it is not here, ([], {}).
+    Return ([(key, mistake)], {key filled in: init_from}), ([], {}) without a start or its config.json. Raises UserError
+    for a start that finlm cannot train.
     """
     init_from, revision = model.get("init_from"), model.get("revision")
     parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None

@@ -1,9 +1,8 @@
 """Put a recipe's keys in words: the reference pages, and pydantic's errors as sentences for a recipe's author.
 
-docs/recipe-reference.md and its Chinese twin have every key, generated from the schema's own descriptions.
-
-`python -m finlm.recipe.reference` writes both, `--check` says whether they are current. The Chinese sentences are in
-reference.zh.yaml, one a key; a key without one shows the English sentence, and `--check` names it.
+docs/recipe-reference.md and its Chinese twin have every key, generated from the schema's own descriptions by `python -m
+finlm.recipe.reference`; `--check` says whether they are current. The Chinese sentences are in reference.zh.yaml; a key
+without one shows the English sentence, and `--check` names it.
 """
 
 from __future__ import annotations
@@ -171,6 +170,7 @@ def meanings() -> dict[str, str]:
 
 
 def _value(field: FieldInfo, lang: str) -> str:
+    """Return in words, in this language, which values a key takes."""
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     return _shape(annotation, _NAMES[lang])
 

@@ -237,6 +237,7 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
     linear = tuple(linear_layers(known)) if row.linear else ()
 
     def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
+        """Return the tensors that are not None with their sizes as numbers."""
         found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
         return tuple((name, tuple(evaluate(size, symbols) for size in sizes)) for name, sizes in found.items())
 
