@@ -106,10 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run `finlm doctor`: check the hosts, print findings (--json: as JSON too).
-
-    Return 1 if any is an error, else 0.
-    """
+    """Run `finlm doctor`: check the hosts, print findings, with --json as JSON too. Return 1 for an error, else 0."""
     from finlm.doctor import gather, preflight, speed
     from finlm.hosts import file_trees, sync
 
