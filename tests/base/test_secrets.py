@@ -61,7 +61,7 @@ def test_no_page_table_or_json_shows_a_credential(
         run.append_event("start", step=0)
         run.append_event("step", step=1, loss=2.0)
         run_page.build(run)
-    compare.build(runs, tmp_path / "runs/side.html")
+    compare.write_page(runs, tmp_path / "runs/side.html")
     assert main.main(["compare", *(str(run.path) for run in runs), "--json"]) == 1
     assert main.main(["plan", str(written), "--set", f"env={{HF_TOKEN: {SECRETS[3]}}}", "--json"]) == 0
     assert main.main(["diff", str(QUICKSTART), str(written), "--json"]) == 0

@@ -32,7 +32,7 @@ def planned(path: Path, *overrides: str) -> tuple[Recipe, cluster.Cluster, Plan]
 
 def advised(path: Path, *overrides: str, **options: Any) -> tuple[advice.Advice, Plan]:
     wanted, _, plan = planned(path, *overrides)
-    return advice.of(wanted, shape.of(wanted), plan, **options), plan
+    return advice.make_advice(wanted, shape.of(wanted), plan, **options), plan
 
 
 def consulted(path: Path, *overrides: str) -> Consulted:

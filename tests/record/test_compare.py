@@ -42,7 +42,7 @@ def run_at(path: Path, losses: list[float], **data: Any) -> RunDir:
 
 def test_equal_runs_are_equal_and_paths_and_times_do_not_count(tmp_path: Path) -> None:
     a, b = (run_at(tmp_path / name, [3.0, 2.0, 1.5]) for name in "ab")
-    found = compare.runs(a, b)
+    found = compare.compare(a, b)
     assert found.equal and found.first is None
     other = ["record.tracking=[tensorboard]", "checkpoint.every_steps=7", "data.num_proc=3", "hardware.network_gbit=1"]
     files.write_text(b.recipe, recipe.dump(recipe.load(QUICKSTART, other).recipe))
@@ -55,13 +55,13 @@ def test_the_most_telling_difference_comes_first(tmp_path: Path) -> None:
     b = run_at(tmp_path / "b", [3.0, 2.1, 1.5])
     manifest = files.read_json(b.manifest) | {"packages": {"torch": "2.12.0"}}
     files.write_json(b.manifest, manifest)
-    assert str(compare.runs(a, b).first) == "packages: torch: 2.13.0 | 2.12.0"
+    assert str(compare.compare(a, b).first) == "packages: torch: 2.13.0 | 2.12.0"
     sources = files.read_json(b.data)
     sources["files"][0]["sha256"] = "bb"
     files.write_json(b.data, sources)
-    assert str(compare.runs(a, b).first) == "data: file a.jsonl of news: aa | bb"
+    assert str(compare.compare(a, b).first) == "data: file a.jsonl of news: aa | bb"
     files.write_text(b.recipe, recipe.dump(recipe.load(QUICKSTART, ["optim.lr=1e-3"]).recipe))
-    found = compare.runs(a, b)
+    found = compare.compare(a, b)
     assert [field.section for field in found.fields] == ["recipe", "data", "packages"]
     assert str(found.first) == "recipe: optim.lr: 0.002 | 0.001"
     assert found.curve == compare.Difference("curve", "loss at step 2", 2.0, 2.1)
@@ -74,7 +74,7 @@ def test_code_is_compared_file_by_file_and_a_missing_step_is_a_difference(tmp_pa
     for run, text in ((a, "x = 1\n"), (b, "x = 2\n")):
         files.write_text(run.code / "finlm/loss.py", text)
     files.write_json(b.manifest, files.read_json(b.manifest) | {"finlm": {"code_sha256": "2"}})
-    found = compare.runs(a, b)
+    found = compare.compare(a, b)
     assert found.first is not None and found.first.field == "finlm/loss.py"
     assert found.curve is not None and found.curve.field == "loss at step 3" and found.curve.b is None
 
@@ -84,7 +84,7 @@ def test_rows_that_differ_come_before_the_losses_they_explain(tmp_path: Path) ->
     for run, crc in ((a, 7), (b, 8)):
         run.append_event("step", step=2, loss=2.0, rows_crc=5)
         run.append_event("step", step=3, loss=1.0 + crc, rows_crc=crc)
-    found = compare.runs(a, b, tolerance=9.0)
+    found = compare.compare(a, b, tolerance=9.0)
     assert not found.equal and found.curve is None
     assert str(found.first) == "rows: checksum of the rows of step 3: 7 | 8"
     assert "rows part" in finlm("compare", a.path, b.path).stdout
@@ -183,19 +183,19 @@ def test_a_promise_that_is_no_interval_is_a_mistake_of_the_recipe(value: str, se
 
 def test_the_same_bits_are_promised_only_where_both_runs_recorded_the_same_kernels(tmp_path: Path) -> None:
     a, b = (run_at(tmp_path / name, [3.0]) for name in "ab")
-    assert compare.runs(a, b).other_bits == "a run has no record of the CPU kernels that it used"
+    assert compare.compare(a, b).other_bits == "a run has no record of the CPU kernels that it used"
     for run in (a, b):
         run.append_event("start", step=1, device="cpu", cpu_capability="AVX2", threads=1)
-    assert compare.runs(a, b).other_bits == "" and compare.runs(a, b).equal
+    assert compare.compare(a, b).other_bits == "" and compare.compare(a, b).equal
     b.append_event("start", step=1, device="cpu", cpu_capability="AVX512", threads=1)
-    differing = compare.runs(a, b)
+    differing = compare.compare(a, b)
     assert differing.other_bits == str(differing.first) == "hardware: cpu_capability: AVX2 | AVX512"
     files.write_json(b.manifest, files.read_json(b.manifest) | {"packages": {"torch": "2.13.0", "rich": "15"}})
     b.append_event("start", step=1, device="cpu", cpu_capability="AVX2", threads=1)
-    assert compare.runs(a, b).other_bits == "", "no arithmetic in that package"
+    assert compare.compare(a, b).other_bits == "", "no arithmetic in that package"
     for run in (a, b):
         files.write_json(run.plan, {"device": "cuda"})
-    assert "train.deterministic" in compare.runs(a, b).other_bits
+    assert "train.deterministic" in compare.compare(a, b).other_bits
     result = finlm("compare", a.path, b.path, "--json")
     assert "same bits          not promised: GPUs" in result.stderr
     assert json.loads(result.stdout)["same_bits_promised"] is False
@@ -303,9 +303,9 @@ def test_what_auto_stood_for_is_compared_with_what_was_set(tmp_path: Path) -> No
     decided = {"world_size": 2, "zero_stage": 1, "micro_batch": 4, "recompute": "none"}
     for run in (a, b):
         files.write_json(run.plan, decided)
-    assert compare.runs(a, b).equal
+    assert compare.compare(a, b).equal
     files.write_json(a.plan, decided | {"micro_batch": 8})
-    assert str(compare.runs(a, b).first) == "recipe: batch.micro_batch: 8 | 4"
+    assert str(compare.compare(a, b).first) == "recipe: batch.micro_batch: 8 | 4"
 
 
 def test_another_plan_ends_a_reproduction_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,13 +335,13 @@ def test_where_the_runs_ended_is_shown_with_four_digits(tmp_path: Path, capsys: 
     for run, loss, rate in ((a, 2.5, 100.0), (b, 2.4, 110.0)):
         run.append_event("eval", step=2, loss=loss, perplexity=1.0, sources={})
         run.append_event("step", step=2, loss=2.0, tokens_per_second=rate)
-    shown = compare.format_comparison(compare.runs(a, b), ("a", "b"))
+    shown = compare.format_comparison(compare.compare(a, b), ("a", "b"))
     assert (
         "held-out loss      2.5000 | 2.4000   -4.00 %" in shown and "tokens/s           100 | 110   +10.00 %" in shown
     )
-    assert compare.digits(compare.Difference("curve", "x", 2.0, 2.1)) == "2.0000 | 2.1000"
-    assert compare.digits(compare.Difference("curve", "x", 2.123456789, 2.123456123)) == "2.123457 | 2.123456"
-    assert compare.digits(compare.Difference("curve", "x", 2.0, None)) == "2.0000 | absent"
+    assert compare.format_losses(compare.Difference("curve", "x", 2.0, 2.1)) == "2.0000 | 2.1000"
+    assert compare.format_losses(compare.Difference("curve", "x", 2.123456789, 2.123456123)) == "2.123457 | 2.123456"
+    assert compare.format_losses(compare.Difference("curve", "x", 2.0, None)) == "2.0000 | absent"
 
 
 @pytest.mark.parametrize("first, last", [(8.3, None), (None, 8.3), (8.3, 8.0)])

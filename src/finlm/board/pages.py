@@ -270,9 +270,9 @@ def compare(board: Board, names: Sequence[str]) -> Page:
     found = [find_run(board, name) for name in names]
     if len(found) < 2:
         raise UserError("fewer than two runs were chosen", fix="choose two or more in the list of runs")
-    loaded = comparing.load(found)
-    pair = comparing.runs(found[0], found[1]) if len(found) == 2 else None
-    values = comparing.values(loaded) | {"pair": pair, "chosen": names, "digits": comparing.digits}
+    loaded = comparing.load_runs(found)
+    pair = comparing.compare(found[0], found[1]) if len(found) == 2 else None
+    values = comparing.page_values(loaded) | {"pair": pair, "chosen": names, "digits": comparing.format_losses}
     return Page("compare.html", f"{len(found)} runs side by side", "runs", values, comparing.charts(loaded))
 
 

@@ -353,7 +353,7 @@ def _report(options: argparse.Namespace) -> int:
     if len(runs) == 1:
         screen.show(str(run_page.build(runs[0], options.out)))
     else:
-        screen.show(str(compare.build(runs, options.out or runs[0].path.parent / "side-by-side.html")))
+        screen.show(str(compare.write_page(runs, options.out or runs[0].path.parent / "side-by-side.html")))
     return 0
 
 
@@ -382,7 +382,7 @@ def _compare(options: argparse.Namespace) -> int:
     from finlm.record import compare
 
     one, other = map(rundir.open_run, options.run_dirs)
-    return _print_comparison(compare.runs(one, other, options.tolerance), one.path, other.path, options.json)
+    return _print_comparison(compare.compare(one, other, options.tolerance), one.path, other.path, options.json)
 
 
 def _reproduce(options: argparse.Namespace) -> int:

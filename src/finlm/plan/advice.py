@@ -55,7 +55,7 @@ class Advice:
     memory_bytes: int  # of checkpoints in memory, of the host that needs most
 
 
-def of(
+def make_advice(
     recipe: Recipe,
     shape: ModelShape,
     plan: Plan,
@@ -389,7 +389,7 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
             continue
         times = candidate.tokens_per_second / now
         if times >= WORTH_SAYING:
-            differing = settings(chosen, candidate)
+            differing = differing_settings(chosen, candidate)
             text = what.format(settings=differing or "the same settings")
             if "{settings}" not in what and differing:
                 text += f" (then {differing})"
@@ -402,7 +402,7 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
     return list(distinct.values())[:MOST]
 
 
-def settings(before: Candidate, after: Candidate) -> str:
+def differing_settings(before: Candidate, after: Candidate) -> str:
     """Return the planner's keys in which two candidates differ, with the values of `after`, as text; "" if in none."""
     names = [name for name in CHOICES if getattr(before.layout, name) != getattr(after.layout, name)]
     values = {name: getattr(after.layout, name) for name in names} | (

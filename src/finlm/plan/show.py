@@ -176,7 +176,7 @@ def consult(
     """
     shape = shapes.of(recipe, plan.vocab_size)
     chosen = planner.fastest(recipe, cluster, shape)
-    said = advice.of(recipe, shape, plan, epoch_tokens, price)
+    said = advice.make_advice(recipe, shape, plan, epoch_tokens, price)
     if chosen is None or cluster.is_cpu:
         return Consulted(said, [], [])
     free = planner.list_candidates(search.relax_recipe(recipe), cluster, shape)

@@ -101,7 +101,7 @@ class Comparison:
         }
 
 
-def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
+def compare(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
     """Return the Comparison of two run directories. Losses that differ by at most `tolerance`, in nats, count as equal.
 
     Missing or damaged files count as empty.
@@ -109,14 +109,14 @@ def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
     both = history.read_history(a), history.read_history(b)
     losses = both[0].points("loss"), both[1].points("loss")
     starts = [read.starts[-1] if read.starts else {} for read in both]
-    differences = tuple(fields(a, b, *starts))
+    differences = tuple(list_differences(a, b, *starts))
     ends = tuple(Ends((read.evals or [{}])[-1].get("loss"), read.median("tokens_per_second")) for read in both)
     return Comparison(
         fields=differences,
-        curve=curve(*losses, tolerance),
+        curve=first_other_loss(*losses, tolerance),
         losses=losses,
         ends=(ends[0], ends[1]),
-        rows=rows(*both),
+        rows=first_other_rows(*both),
         other_bits=other_bits(a, differences, *starts),
     )
 
@@ -137,39 +137,41 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
     return ""
 
 
-def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
+def list_differences(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the differences of recipe, data, code, plan, packages, hardware and environment, with secrets redacted.
 
     `starts` has the last `start` event of run `a` and of run `b`, whose CPU kernels are compared as hardware. Missing
     or damaged files count as empty.
     """
-    for found in _mapping("recipe", _recipe(a), _recipe(b)):
+    for found in _differing("recipe", _recipe(a), _recipe(b)):
         values = (redact_key(found.field, value) for value in (found.a, found.b))
         yield Difference(found.section, found.field, *values)
-    yield from data(history.read_object(a.data), history.read_object(b.data))
+    yield from data_differences(history.read_object(a.data), history.read_object(b.data))
     one, other = Manifest.read(a) or Manifest(), Manifest.read(b) or Manifest()
     yield from _code(a, b, one.finlm, other.finlm)
-    yield from plans(a, b)
-    yield from _mapping("packages", one.packages, other.packages)
-    yield from _mapping("hardware", _hardware(one), _hardware(other))
-    yield from _mapping("hardware", *({key: row[key] for key in _KERNELS if key in row} for row in starts or ({}, {})))
-    yield from _mapping("environment", _environment(one), _environment(other))
+    yield from plan_differences(a, b)
+    yield from _differing("packages", one.packages, other.packages)
+    yield from _differing("hardware", _hardware(one), _hardware(other))
+    yield from _differing(
+        "hardware", *({key: row[key] for key in _KERNELS if key in row} for row in starts or ({}, {}))
+    )
+    yield from _differing("environment", _environment(one), _environment(other))
 
 
-def plans(a: RunDir, b: RunDir) -> Iterator[Difference]:
+def plan_differences(a: RunDir, b: RunDir) -> Iterator[Difference]:
     """Yield the differences of two runs' plans in the keys that can change a loss or speed."""
     both = history.read_object(a.plan), history.read_object(b.plan)
-    yield from _mapping("plan", *({key: plan.get(key) for key in _PLAN} for plan in both))
+    yield from _differing("plan", *({key: plan.get(key) for key in _PLAN} for plan in both))
 
 
-def data(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the differences of two data.json objects: sha256 of source files first, then what was made of them."""
-    yield from _mapping("data", *({_file(item): item.get("sha256") for item in d.get("files") or ()} for d in (a, b)))
+    yield from _differing("data", *({_file(item): item.get("sha256") for item in d.get("files") or ()} for d in (a, b)))
     made = ("tokenizer_sha256", "vocab_size", "dtype", "add_bos", "pinned", "documents", "shards", "reading", "key")
-    yield from _mapping("data", *({key: each.get(key) for key in made} for each in (a, b)))
+    yield from _differing("data", *({key: each.get(key) for key in made} for each in (a, b)))
 
 
-def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
+def first_other_loss(a: Points, b: Points, tolerance: float) -> Difference | None:
     """Return the first step whose losses differ by more than `tolerance`, or which one run lacks.
 
     None if there is none. `a` and `b` are (step, loss) points.
@@ -182,7 +184,7 @@ def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
     return None
 
 
-def rows(a: History, b: History) -> Difference | None:
+def first_other_rows(a: History, b: History) -> Difference | None:
     """Return the first step, of those in both runs, whose data rows have another checksum; None if there is none."""
     other = dict(b.points("rows_crc"))
     for step, crc in a.points("rows_crc"):
@@ -209,7 +211,7 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
     elif comparison.curve is None:
         lines.append(f"curves             equal in all {steps:,} steps")
     else:
-        lines.append(f"curves part        {comparison.curve.field}: {digits(comparison.curve)}")
+        lines.append(f"curves part        {comparison.curve.field}: {format_losses(comparison.curve)}")
     if comparison.other_bits and comparison.other_bits not in map(str, comparison.fields[:1]):
         lines.append(f"same bits          not promised: {comparison.other_bits}")
     for name, key, form in (("held-out loss", "held_out", ".4f"), ("tokens/s", "tokens_per_second", ",.0f")):
@@ -226,7 +228,7 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
     return lines
 
 
-def digits(curve: Difference) -> str:
+def format_losses(curve: Difference) -> str:
     """Return the two losses of a difference as "A | B", with four digits or as many as tell them apart."""
     pair = (curve.a, curve.b)
     for digits in (4, 6, 9, 17):
@@ -257,7 +259,7 @@ def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
         return
     hashes = [{path.relative_to(run.code).as_posix(): path for path in Path(run.code).rglob("*.py")} for run in (a, b)]
     found = [{name: files.sha256_file(path)[:12] for name, path in each.items()} for each in hashes]
-    yield from _mapping("code", *found)
+    yield from _differing("code", *found)
     commits = [each.git.commit if each.git else None for each in (one, other)]
     if commits[0] != commits[1]:
         yield Difference("code", "git commit", *commits)
@@ -283,12 +285,12 @@ def _environment(manifest: Manifest) -> dict[str, str]:
     return {name: value for name, value in manifest.environment.items() if name.startswith(_ENVIRONMENT)}
 
 
-def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+def _differing(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield a Difference for each key whose values differ, leaf by leaf in nested dicts, in the order of a, then b."""
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key), b.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
-            for inner in _mapping(section, one, other):
+            for inner in _differing(section, one, other):
                 yield Difference(section, f"{key}.{inner.field}", inner.a, inner.b)
         elif one != other:
             yield Difference(section, str(key), one, other)
@@ -313,19 +315,22 @@ class Run:
     recipe: Mapping[str, Any]
 
 
-def build(runs: Sequence[RunDir], out: Path) -> Path:
+def write_page(runs: Sequence[RunDir], out: Path) -> Path:
     """Write the page of several runs side by side to the file `out` and return its path.
 
     Raises UserError for more than COLOURS runs, or the same run twice; OSError when it cannot be written.
     """
-    loaded = load(runs)
+    loaded = load_runs(runs)
     return run_page.write(
-        out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **values(loaded)
+        out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **page_values(loaded)
     )
 
 
-def load(runs: Sequence[RunDir]) -> list[Run]:
-    """Read the runs for the page. Raises UserError for more than COLOURS runs, or the same run twice."""
+def load_runs(runs: Sequence[RunDir]) -> list[Run]:
+    """Read the runs for the page; return them with short names.
+
+    UserError for over COLOURS runs, or the same run twice.
+    """
     paths = [run.path.resolve() for run in runs]
     if len(runs) > COLOURS or len(set(paths)) < len(paths):
         raise UserError(
@@ -339,7 +344,7 @@ def load(runs: Sequence[RunDir]) -> list[Run]:
     ]
 
 
-def values(runs: Sequence[Run]) -> dict[str, Any]:
+def page_values(runs: Sequence[Run]) -> dict[str, Any]:
     """Return {name: value} for the template side_by_side.html, of two runs or more."""
     return {
         "paths": [run.directory.path.resolve().name for run in runs],

@@ -62,10 +62,10 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
             command += [part for key, value in values.items() for part in ("--set", f"{key}={json.dumps(value)}")]
         with subprocess.Popen(_finlm_command(command), env=_code_env(run), stdout=sys.stderr.fileno()) as train:
             again = _wait_for_run(train, runs, former)
-            other_plan = tuple(compare.plans(run, again)) if again else ()
+            other_plan = tuple(compare.plan_differences(run, again)) if again else ()
             if other_plan:
                 train.terminate()
-            elif again and (reason := compare.other_bits(run, compare.fields(run, again))):
+            elif again and (reason := compare.other_bits(run, compare.list_differences(run, again))):
                 screen.say(f"the same bits are not promised: {reason}")
     if again is not None:
         screen.say(f"again in {again.path}")
@@ -78,7 +78,7 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
             evidence=f"`finlm train` ended with {train.returncode}; its words are above",
             fix="`finlm diagnose` the new run directory, or start in the directory that the run was started in",
         )
-    return compare.runs(run, again, tolerance)
+    return compare.compare(run, again, tolerance)
 
 
 def _host_args(run: RunDir, scratch: Path) -> list[str]:
@@ -134,7 +134,7 @@ def _compare_data(run: RunDir) -> Comparison | None:
     now = {"files": files.read_json(counts).get("files") if counts.exists() else None}
     now |= {key: manifest.get(key) for key in ("tokenizer_sha256", "vocab_size", "dtype", "key")}
     recorded = {key: value for key, value in files.read_json(run.data).items() if key in now}
-    differing = tuple(compare.data(recorded, now))
+    differing = tuple(compare.data_differences(recorded, now))
     return Comparison(differing, None, ([], [])) if differing else None
 
 

@@ -35,7 +35,7 @@ def run_of(path: Path, losses: list[float], *overrides: str) -> RunDir:
 def test_curves_outcomes_and_differing_keys_of_every_run_are_on_the_page(tmp_path: Path) -> None:
     one = run_of(tmp_path / "quickstart-20261121-0900", [5.0, 4.0, 3.25])
     two = run_of(tmp_path / "quickstart-20261121-1000", [5.0, 3.5], "optim.lr=3e-3", "train.seed=8")
-    text = compare.build([one, two], tmp_path / "out.html").read_text(encoding="utf-8")
+    text = compare.write_page([one, two], tmp_path / "out.html").read_text(encoding="utf-8")
     data = json.loads(re.search('id="run-data">(.*?)</script>', text).group(1))
     charts = {chart["title"]: chart["series"] for chart in data["charts"]}
     assert [(line["name"], line["points"][1]) for line in charts["Held-out loss"]] == [
@@ -52,9 +52,9 @@ def test_curves_outcomes_and_differing_keys_of_every_run_are_on_the_page(tmp_pat
 def test_too_many_runs_and_the_same_twice_are_refused(tmp_path: Path) -> None:
     one = run_of(tmp_path / "a", [1.0])
     with pytest.raises(UserError, match="named twice"):
-        compare.build([one, one], tmp_path / "out.html")
+        compare.write_page([one, one], tmp_path / "out.html")
     with pytest.raises(UserError, match="cannot show 7 runs"):
-        compare.build([RunDir(tmp_path / str(number)) for number in range(7)], tmp_path / "out.html")
+        compare.write_page([RunDir(tmp_path / str(number)) for number in range(7)], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
 
 
