@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -99,7 +98,7 @@ def locate(recipe: Recipe) -> Shards | None:
         return None
 
 
-def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
+def dropped_samples(recipe: Recipe) -> list[dict[str, object]]:
     """Return samples of dropped documents: the rows of dropped.jsonl in those prepare steps that are cached."""
     cache = Cache(Path(recipe.data.cache_dir), build=False)
     with contextlib.suppress(NotPrepared, UserError):
@@ -135,7 +134,7 @@ def show_rows(recipe: Recipe, shards: Shards, count: int) -> None:
     (print_rows if recipe.stage == "pretrain" else lint.print_label_rows)(recipe, shards, count)
 
 
-def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, Any]:
+def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, object]:
     """Return the record of a run's data: documents and tokens by source, lengths, drop reasons, files, tokenizer.
 
     With a recipe also `reading`: packing and the tokens that the run reads of each source. Then raises UserError as

@@ -254,9 +254,9 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
     """
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
-    optional: dict[str, Any] = {"q_lora_rank": None} if known.get("q_lora_rank") else {}
+    optional: dict[str, object] = {"q_lora_rank": None} if known.get("q_lora_rank") else {}
     optional |= {key: 0 for key in SHARED if known.get(key) and _may_lack(plain, key)}
-    values: dict[str, Any] = dict.fromkeys(keys, True) | {key: known[key] for key in optional}
+    values: dict[str, object] = dict.fromkeys(keys, True) | {key: known[key] for key in optional}
     keys += optional
     symbols = _symbols(plain)
     for key in keys:
@@ -315,7 +315,7 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     """
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict()
-    values: dict[str, Any] = {key: SIZES[symbol] for key, symbol in NAMED.items() if key in known}
+    values: dict[str, object] = {key: SIZES[symbol] for key, symbol in NAMED.items() if key in known}
     values |= {"num_hidden_layers": layers, "pad_token_id": None}
     if known.get("head_dim"):
         values["head_dim"] = SIZES["d"]
@@ -411,11 +411,11 @@ def _size(number: int, symbols: dict[str, int], name: str) -> str:
     )
 
 
-def _defaults(model_type: str, other: Any) -> dict[str, Any]:
+def _defaults(model_type: str, other: Any) -> dict[str, object]:
     """Return {key of FIELDS: the class's default when config.json lacks it}; None if it follows from other keys."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, object] = {}
     for key in FIELDS:
         if key in {*NAMED, "head_dim", "v_head_dim"} - {*traits.NEEDED}:
             alone = config.to_dict().get(key)

@@ -77,7 +77,7 @@ class Manifest:
         """Whether a run can resume from these files alone: they include those of every rank, or the ZeRO stage is 0."""
         return self.zero_stage == 0 or {part.rank for part in self.files.values()} >= set(range(self.world_size))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the content of manifest.json."""
         return {"version": VERSION, **asdict(self)}
 

@@ -134,7 +134,7 @@ class Cache:
         self,
         name: str,
         depends_on: Mapping[str, Any],
-        make: Callable[[Path], dict[str, Any]],
+        make: Callable[[Path], Mapping[str, object]],
         needed_bytes: int | Callable[[], int],
     ) -> Step:
         """Return the step of this name and these inputs from the cache, or build it with make(directory) -> manifest.

@@ -363,7 +363,7 @@ def diff(board: Board, one: str, other: str) -> Page:
     Raises Missing for an unknown recipe, and UserError for a recipe that cannot be used.
     """
     names = list(_recipes())
-    values: dict[str, Any] = {"names": names, "a": one, "b": other, "differences": None}
+    values: dict[str, object] = {"names": names, "a": one, "b": other, "differences": None}
     if one and other:
         with _PLANNING:
             found, follows = commands.compare([find_recipe(one), find_recipe(other)], Wanted("").options())
@@ -383,12 +383,12 @@ def hosts(board: Board) -> Page:
     path = board.hostfile or cluster.default_hostfile()
     seen = [(run, Manifest.read(run), history.read_object(run.doctor)) for run in _newest(board)[:20]]
     of_run = next(((run, made, doctor) for run, made, doctor in seen if made and made.hosts), None)
-    values: dict[str, Any] = {"hostfile": path, "named": [], "wrong": None, "seen": None}
+    values: dict[str, object] = {"hostfile": path, "named": [], "wrong": None, "seen": None}
     if path is not None:
         try:
             named = cluster.load(path)
-            values["named"] = [(host.name, host.slots, "") for host in named.hosts]
-            values["named"] += [(host.name, host.slots, "spare") for host in named.spares]
+            kinds = (("", named.hosts), ("spare", named.spares))
+            values["named"] = [(host.name, host.slots, kind) for kind, hosts in kinds for host in hosts]
         except UserError as error:
             values["wrong"] = error
     if of_run is not None:

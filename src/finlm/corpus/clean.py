@@ -242,7 +242,7 @@ def load(settings: Clean) -> Cleaner:
     return Cleaner(settings)
 
 
-def depends_on(settings: Clean) -> dict[str, Any]:
+def depends_on(settings: Clean) -> dict[str, object]:
     """Return what the cleaned documents depend on: the rules and the words of the keyword list, for step keys.
 
     Raises UserError for a keyword list that cannot be read.

@@ -148,7 +148,7 @@ class Documents:
         """The number of documents of all inputs."""
         return sum(item.documents for item in self.inputs)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the content of the step's manifest.json, which of() reads."""
         names = "input", "file", "documents"
         rows = ((c.input, "/".join(c.path.parts[-4:]), c.rows.stop - c.rows.start) for c in self.chunks)

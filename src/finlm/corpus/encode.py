@@ -292,7 +292,7 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
 
     sha256, special = tokenizer.manifest["sha256"], (bos if add_bos else None, eos)
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> dict[str, object]:
         """Write shards, tokenizer and documents.json into directory; return the manifest."""
         decision = chosen.decisions()
         tasks = [

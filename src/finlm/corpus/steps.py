@@ -275,7 +275,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
 
     sides = {key: (field, getattr(context.data, key)) for key, field in context.data.sides.items()}
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> dict[str, object]:
         """Write decisions.npy and dropped.jsonl into directory; return the counts."""
         table, like = selection.Table.read(read.chunks), near.read_likes(near_step)
         decision = selection.hold_out(table, splits, context.data, settle(), like)

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -270,10 +269,10 @@ def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> St
     assert settings.vocab_size is not None  # recipe.rules asks for a path or a size
     vocab_size = settings.vocab_size
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> dict[str, object]:
         lines = _sampled_lines(context, read, chosen)
         manifest = vocab.train(lines, directory, vocab_size, settings.character_coverage)
-        return manifest | _compression_entry({"trained": directory / "tokenizer.model"}, read, chosen)
+        return {**manifest, **_compression_entry({"trained": directory / "tokenizer.model"}, read, chosen)}
 
     return context.cache.step("tokenizer", _depends_on(context, chosen), make, 64 * vocab_size)
 
@@ -289,7 +288,7 @@ def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path
     size, how = settings.extend_to, (settings.extend_longest, settings.character_coverage)
     base = tokenizer_json.load_base(path) if is_json else vocab.load_base(path)
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> dict[str, object]:
         """Write the extended tokenizer into directory; return the manifest."""
         lines, texts = (
             _sampled_lines(context, read, chosen),
@@ -305,7 +304,7 @@ def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path
         else:
             checked = vocab.check_unchanged(vocab.load(path), vocab.load(made), texts)
         measured = _compression_entry({"before": path, "after": made}, read, chosen)
-        return manifest | {"texts_encoded_as_before": checked} | measured
+        return {**manifest, "texts_encoded_as_before": checked, **measured}
 
     depends_on = _depends_on(context, chosen) | {
         "base": (tokenizer_json if is_json else vocab).fingerprint(path),
@@ -317,7 +316,7 @@ def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path
     return context.cache.step("tokenizer", depends_on, make, 128 * size)
 
 
-def _depends_on(context: Context, chosen: Selection) -> dict[str, Any]:
+def _depends_on(context: Context, chosen: Selection) -> dict[str, object]:
     """Return the settings and versions that a trained or extended tokenizer depends on, for its step key."""
     settings = context.recipe.tokenizer
     return {
@@ -348,7 +347,7 @@ def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iter
     return lines(texts, settings.sample_bytes)
 
 
-def _compression_entry(tokenizers: Mapping[str, Path], read: Documents, chosen: Selection) -> dict[str, dict[str, Any]]:
+def _compression_entry(tokenizers: Mapping[str, Path], read: Documents, chosen: Selection) -> dict[str, object]:
     """Return {"compression": {source: counts}} for the manifest, measured with these tokenizers on sample texts."""
     measured = measure_compression(tokenizers, sample_texts(read, chosen.decisions()))
     return {"compression": {source: asdict(row) for source, row in measured.items()}}

@@ -22,7 +22,7 @@ from functools import lru_cache
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from finlm.base import screen
 from finlm.base.errors import UserError
@@ -245,7 +245,7 @@ class Shown:
 
     def to_json(self) -> str:
         """Return the document of --json: `findings`, and `former` and `answer` if there are any."""
-        document: dict[str, Any] = {"findings": [vars(finding) for finding in self.findings]}
+        document: dict[str, object] = {"findings": [vars(finding) for finding in self.findings]}
         if self.former:
             document["former"] = [vars(launch) for launch in self.former]
         if self.answer:

@@ -92,7 +92,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
 
     context_tokens = parents.context_tokens(tokenizer)
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> dict[str, object]:
         """Write shards, tokenizer and chat template into `directory` and return the manifest. Raises UserError."""
         settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
         like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
@@ -188,7 +188,7 @@ def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tup
     return rows, broken
 
 
-def settings(recipe: Recipe) -> dict[str, Any]:
+def settings(recipe: Recipe) -> dict[str, object]:
     """Return the recipe's values that decide tokens and masks of a row, by section, to compare with prepared data."""
     sections = recipe.model_dump(
         mode="json",
@@ -207,7 +207,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     return sections
 
 
-def _named_ends(recipe: Recipe) -> dict[str, Any]:
+def _named_ends(recipe: Recipe) -> dict[str, object]:
     """Return the keys of the section tokenizer that change how documents among dialogues begin and end; often {}."""
     keys = {"add_bos", "document_begin", "document_end"} if recipe.stage == "sft" else set()
     return recipe.tokenizer.model_dump(include=keys, exclude_defaults=True)
@@ -400,7 +400,7 @@ def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int,
 
 def _make_manifest(
     recipe: Recipe, directory: Path, tallies: Sequence[Tally], entries: Sequence[ShardEntry], encoder: encode.Encoder
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write documents.json into `directory` and return the content of the step's manifest."""
     tokenizer = encoder.tokenizer
     shards.write_description(directory, tallies, entries)

@@ -100,7 +100,7 @@ class Result:
     best: Path | None
     counts: Counter[str]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the document of --json."""
         names = ("recipe", "model", "split", "prompts", "attempts", "seed", "counts")
         row = {name: getattr(self, name) for name in names}

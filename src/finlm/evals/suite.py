@@ -88,7 +88,7 @@ class Result:
         """The unit that likelihoods are compared per, "answer" or "character"; None in modes that write answers."""
         return {"likelihood": "answer", "cloze": "character"}.get(self.mode)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the document of --json, which is also the event `suite`; the scores are at the top level."""
         row = asdict(self)
         scores, contamination = row.pop("scores"), row.pop("contamination")

@@ -90,7 +90,7 @@ class Result:
     training: str | None = None
     contamination: dict[str, Contained] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the document of --json, which is also the event `tasks`."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 

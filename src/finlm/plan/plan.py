@@ -92,7 +92,7 @@ class Plan:
         """Host names of the ranks, in the order of the ranks."""
         return [host.name for host in self.hosts for _ in range(host.slots)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the plan as a JSON-able dict, whose keys are part of the command line's contract."""
         return dataclasses.asdict(self)
 
@@ -188,7 +188,7 @@ def hosts_error(path: Path, step: int, planned: Mapping[str, Any], plan: Plan, c
     )
 
 
-def decided_keys(plan: Mapping[str, Any]) -> dict[str, Any]:
+def decided_keys(plan: Mapping[str, Any]) -> dict[str, object]:
     """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches are {host name: rows}."""
     values = {key: plan.get(name) for name, key in CHOICES.items() if name != "generation_rows" or plan.get(name)}
     rows = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}

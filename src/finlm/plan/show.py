@@ -161,7 +161,7 @@ class Consulted:
     options: list[Option]
     changes: list[Change]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the keys that `plan --json` has beside the plan's."""
         return dataclasses.asdict(self)
 

@@ -86,7 +86,7 @@ class Comparison:
         """The first field that differs, else the first step that does; None when the runs are equal."""
         return self.fields[0] if self.fields else self.rows or self.curve
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the document of `compare --json`."""
         return {
             "equal": self.equal,
@@ -344,7 +344,7 @@ def load_runs(runs: Sequence[RunDir]) -> list[Run]:
     ]
 
 
-def page_values(runs: Sequence[Run]) -> dict[str, Any]:
+def page_values(runs: Sequence[Run]) -> dict[str, object]:
     """Return {name: value} for the template side_by_side.html, of two runs or more."""
     return {
         "paths": [run.directory.path.resolve().name for run in runs],

@@ -63,7 +63,7 @@ class Outcome:
         checked = tuple(Checked(**number) for number in row["checked"])
         return Outcome(checked, row["elsewhere"], row.get("origin", ""))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields of the event `expect`."""
         return asdict(self) | {"ok": self.ok, "checked": [asdict(number) for number in self.checked]}
 

@@ -168,7 +168,7 @@ class Manifest:
             made = reader.validate_python({key: document[key] for key in document if key not in damaged})
         return made
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the content of manifest.json, without the hosts' empty fields and without an empty `continues`."""
         document = asdict(self)
         always = ("name", "slots", "gpu")

@@ -176,7 +176,7 @@ def metrics(row: Row) -> dict[str, float]:
     return {name: float(value) for name, value in named if type(value) in (int, float)}
 
 
-def _config(run: RunDir, wanted: Recipe) -> dict[str, Any]:
+def _config(run: RunDir, wanted: Recipe) -> dict[str, object]:
     """Return recipe and plan as a dict for a tracker, without credentials, names of machines and the plan's reasons."""
     plan = {key: value for key, value in files.read_json(run.plan).items() if key not in ("hosts", "reasons")}
     return {"recipe": for_publication(wanted).model_dump(mode="json"), "plan": plan, "run": run.path.name}

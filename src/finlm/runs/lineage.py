@@ -76,7 +76,7 @@ class Earlier:
         kept = [row for row in rows if self.former is None or row["kind"] not in _OF_THE_END]
         files.write_text(run.events, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what the new run's manifest says about the run it continues: run, step, changed."""
         return {"run": str(self.run.path), "step": self.step, "changed": list(self.changed)}
 

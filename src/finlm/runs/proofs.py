@@ -24,7 +24,6 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from finlm.base import files, processes, screen
 from finlm.base.checkpoints import Manifest
@@ -179,7 +178,7 @@ class Verdict:
         """Whether nothing differs."""
         return self.first_other_rows is None and self.first_other_loss is None and not self.other_files
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the verdict as `--json` prints it."""
         return {"equal": self.is_equal, **asdict(self)}
 

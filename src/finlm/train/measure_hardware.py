@@ -155,7 +155,7 @@ class Rank:
             return
         self.print_line("measured", ranks, **result)
 
-    def time_all_reduce(self, members: int) -> dict[str, Any]:
+    def time_all_reduce(self, members: int) -> dict[str, object]:
         """Return {latency, bytes, seconds, bus_bytes_per_second} of all-reduces in the current group. Collective.
 
         latency is the median seconds for a single number; the rest is of the largest message. `members` is the group's
@@ -236,7 +236,7 @@ def measure_gpus() -> None:
             print(json.dumps(measure_gpu(torch.device("cuda", number))), flush=True)
 
 
-def measure_gpu(device: torch.device) -> dict[str, Any]:
+def measure_gpu(device: torch.device) -> dict[str, object]:
     """Measure a GPU and return its row: names, bytes of memory, FLOP/s of products, bytes/s of copies. Takes seconds.
 
     Its keys are name, host, torch, memory_bytes, capability, products {bf16, fp16, fp32}, copy_, pcie_ and

@@ -136,7 +136,7 @@ def main() -> None:
     print(json.dumps(gather_facts(dict(item.partition("=")[::2] for item in options.disk), options.only), default=vars))
 
 
-def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, Any]:
+def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, object]:
     """Return {section: facts} of all sections, or of those in `only`; `disks` maps roles to paths.
 
     A section that fails is None, and `errors`, one more key, has its reason by name. Raises KeyError for an unknown
@@ -159,7 +159,7 @@ def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, A
         "packages": packages,
         "extensions": extensions,
     }
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     errors = {}
     for name in only or sections:
         gather = sections[name]

@@ -48,7 +48,7 @@ def build(run: RunDir, out: Path | None = None, *, ended: bool = False) -> Path:
     return write(out or run.report, "run.html", f"{shown['name']} · finlm run", histories.charts(history), **shown)
 
 
-def values(run: RunDir, history: History, state: str) -> dict[str, Any]:
+def values(run: RunDir, history: History, state: str) -> dict[str, object]:
     """Return {name: value} for the template run.html, from the run's files; missing or damaged files count as empty."""
     plan, data = read_object(run.plan), read_object(run.data)
     manifest, recipe, settings = Manifest.read(run), manifests.recipe_values(run), read_object(run.ds_config)
@@ -235,7 +235,7 @@ def _value(key: str, value: Any) -> str:
     return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
 
 
-def _provenance(run: RunDir, manifest: Manifest | None, history: History) -> dict[str, Any]:
+def _provenance(run: RunDir, manifest: Manifest | None, history: History) -> dict[str, object]:
     """Return what the page shows of the run's origin: commands, hashes, machine, packages; empty without a manifest."""
     made = manifest or Manifest()
     code, git, shards, machine = made.finlm, made.finlm.git, made.shards, made.machine
