@@ -366,35 +366,35 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
     return [answer.ids for answer in generate(opened.model, prompts, limits, keys, drawing)]
 
 
-def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
-    """Return the attempt `said` of `tokens` tokens graded by the rewards.
+def _grade(grpo: Grpo, prompt: Asked, answer: str, tokens: int) -> Graded:
+    """Return the attempt `answer` of `tokens` tokens graded by the rewards.
 
     It is right when the first of grpo.checked's rules that applies to the prompt gives 1. Raises StopIteration when
     none applies.
     """
-    asked, right = prompt.messages[-1]["content"], prompt.right
-    values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
+    question, right = prompt.messages[-1]["content"], prompt.right
+    values = [scoring.score(term, question, answer, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
     rule, value = next(
         (term.rule, value)
         for term, value in zip(grpo.reward, values, strict=True)
         if term.rule in grpo.checked and value is not None
     )
     reward = sum(term.weight * (value or 0.0) for term, value in zip(grpo.reward, values, strict=True))
-    return Graded(value == 1.0, reward, _read_conclusion(rule, asked, said))
+    return Graded(value == 1.0, reward, _read_conclusion(rule, question, answer))
 
 
-def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
-    """Return the answer that `said` concludes with, as the reward rule reads it; None if it concludes with none.
+def _read_conclusion(rule: str, question: str, answer: str) -> Hashable | None:
+    """Return what `answer` concludes with, as the reward rule reads it; None if it concludes with nothing.
 
     That is a letter (option), an option's text (words), a frozenset of items (terms), or else (number, unit).
     """
     if rule == "option":
-        return scoring.find_letter(said)
+        return scoring.find_letter(answer)
     if rule == "words":
-        return scoring.find_quoted_option(asked, said)
+        return scoring.find_quoted_option(question, answer)
     if rule == "terms":
-        return frozenset(scoring.list_items(said)) or None
-    number = scoring.find_number(said)
+        return frozenset(scoring.list_items(answer)) or None
+    number = scoring.find_number(answer)
     return None if number is None else (number.value, number.unit)
 
 

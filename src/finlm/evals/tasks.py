@@ -196,53 +196,53 @@ def _split_scores(asked: Sequence[Question], said: Sequence[str], shares: Mappin
     return {task: Contained(count, *values[task]) for task, count in counts.items()}
 
 
-def score_answer(question: Question, said: str) -> float:
+def score_answer(question: Question, answer: str) -> float:
     """Return the score from 0 to 1 of an answer to a question of any task but translation."""
-    task, _, part = question.subject.partition(", ")
+    task, _, subtask = question.subject.partition(", ")
     if task == "Fin_TC":
-        return float(is_right_label(part, question.answer, said))
-    return score_extraction(part, question.answer, said) if task == "Fin_RE" else rouge_l(question.answer, said)
+        return float(is_right_label(subtask, question.answer, answer))
+    return score_extraction(subtask, question.answer, answer) if task == "Fin_RE" else rouge_l(question.answer, answer)
 
 
-def is_right_label(part: str, right: str, said: str) -> bool:
-    """Return whether an answer gives the right label of sub-task `part`: it alone, or within its words."""
-    if part == "ESG情感分类":  # 正, 中 or 负 anywhere
-        return right[0] in said or (right, said) in (("负向", "Negative"), ("正向", "Positive"))
-    if part == "合规政策审核":
-        return right == ("否" if "不合规" in said or "不符合" in said else "是")
-    quoted = re.findall("'([^']*)'", said)
-    return quoted == [right] if quoted else right in said and not any(mark in said for mark in ",，、")
+def is_right_label(subtask: str, right: str, answer: str) -> bool:
+    """Return whether an answer gives the right label of the sub-task: it alone, or within its words."""
+    if subtask == "ESG情感分类":  # 正, 中 or 负 anywhere
+        return right[0] in answer or (right, answer) in (("负向", "Negative"), ("正向", "Positive"))
+    if subtask == "合规政策审核":
+        return right == ("否" if "不合规" in answer or "不符合" in answer else "是")
+    quoted = re.findall("'([^']*)'", answer)
+    return quoted == [right] if quoted else right in answer and not any(mark in answer for mark in ",，、")
 
 
-def score_extraction(part: str, right: str, said: str) -> float:
-    """Return an extraction's F1 as CFLUE's code reads it, 0 for an unknown sub-task. Raises as read_label() does."""
-    if part == ENTITY:
-        return float(right in said)
-    if part == _CAUSE:
-        return _score_causes(read_label(part, right), said)
-    if part == _EVENT:
-        return _pair_f1(read_label(part, right), _read_events(said))
-    if part == _INDUSTRY:
-        return _pair_f1(_first_moods(read_label(part, right)), _first_moods(_read_industries(said)))
+def score_extraction(subtask: str, right: str, answer: str) -> float:
+    """Return an answer's F1 as CFLUE's code reads it, 0 for an unknown sub-task. Raises as read_label() does."""
+    if subtask == ENTITY:
+        return float(right in answer)
+    if subtask == _CAUSE:
+        return _score_causes(read_label(subtask, right), answer)
+    if subtask == _EVENT:
+        return _pair_f1(read_label(subtask, right), _read_events(answer))
+    if subtask == _INDUSTRY:
+        return _pair_f1(_first_moods(read_label(subtask, right)), _first_moods(_read_industries(answer)))
     return 0.0
 
 
-def read_label(part: str, right: str) -> dict[str, str]:
+def read_label(subtask: str, right: str) -> dict[str, str]:
     """Return the right answer of an extraction as {key: value}; of causes the first, as that code compares it alone.
 
     Raises KeyError, TypeError, ValueError, SyntaxError or IndexError if it is not of the sub-task's form.
     """
-    label = ast.literal_eval(right) if part in (_EVENT, _CAUSE, _INDUSTRY) else {}
-    if part == _EVENT:
+    label = ast.literal_eval(right) if subtask in (_EVENT, _CAUSE, _INDUSTRY) else {}
+    if subtask == _EVENT:
         label = {row["role"]: row["argument"] for row in label}
-    elif part == _CAUSE:
+    elif subtask == _CAUSE:
         label = {key: label[0][key] for key in _CAUSES.values()}
     if not all(isinstance(text, str) for pair in label.items() for text in pair):
         raise TypeError("a key or value that is no text")
     return dict(label)
 
 
-def _score_causes(right: Mapping[str, str], said: str) -> float:
+def _score_causes(right: Mapping[str, str], answer: str) -> float:
     """Return the F1 of eight named fields: precision is the share of right ones, recall the share of named ones.
 
     A field is right when it rightly says that nothing is there (无, 未提及), or when the text from its name to the end
@@ -250,7 +250,7 @@ def _score_causes(right: Mapping[str, str], said: str) -> float:
     """
     named = hits = 0
     for name, key in _CAUSES.items():
-        if match := re.search(f"{name}(.*?)(\n|$)", said):
+        if match := re.search(f"{name}(.*?)(\n|$)", answer):
             value = "".join(part for part in match.groups() if part not in _MARKS)
             named += 1
             hits += right[key] in value if re.search("未提及|无|None", value) else right[key] == value
@@ -268,9 +268,9 @@ def _first_moods(moods: Mapping[str, str]) -> dict[str, str]:
     return {name: match[0] for name, text in moods.items() if (match := re.search("[正负中无]", text))}
 
 
-def _simplify(said: str) -> str:
+def _simplify(text: str) -> str:
     """Return the text with narrow punctuation, without spaces and without commas at line ends."""
-    return said.translate(str.maketrans("：，；。", ":,;.", " ")).replace(",\n", "\n")
+    return text.translate(str.maketrans("：，；。", ":,;.", " ")).replace(",\n", "\n")
 
 
 def _trim(text: str) -> str:
@@ -278,9 +278,9 @@ def _trim(text: str) -> str:
     return text.strip("\n.;").strip()
 
 
-def _read_events(said: str) -> dict[str, str]:
+def _read_events(answer: str) -> dict[str, str]:
     """Return {role: argument} of an answer in lines "role: argument", or "key1: role", "value1: argument"."""
-    text = _simplify(said)
+    text = _simplify(answer)
     if "value" in text:
         pairs = re.findall(r"key\d:(.*)\s*value\d?:?\s*(.*)", text)
     else:
@@ -305,9 +305,9 @@ def _scan_moods(text: str, between: str = r"[:\s]+", letter: str = r"\w") -> dic
     return dict(re.findall(f"({letter}+){between}([正|负|中|无]){letter}+", text))
 
 
-def _read_industries(said: str) -> dict[str, str]:
+def _read_industries(answer: str) -> dict[str, str]:
     """Return {industry: text of its mood} of an answer, in any of the forms that CFLUE's code reads."""
-    text = _simplify(said)
+    text = _simplify(answer)
     if match := re.match("行业:(.*)情感分类:(.*)", text, re.DOTALL):
         moods = _join_industries(*(part.strip("\n.;") for part in match.groups()))
     elif "抽取结果" in text:
@@ -408,7 +408,7 @@ def _bleu(pairs: Sequence[tuple[str, str]]) -> tuple[float, Interval]:
     return whole, (float(low), float(high))
 
 
-def rouge_l(right: str, said: str) -> float:
+def rouge_l(right: str, answer: str) -> float:
     """Return ROUGE-L's F of an answer over words of jieba; an empty answer counts as the word None, as in CFLUE's code.
 
     An answer of full stops alone, at which that code ends, gives 0. Raises the recursion limit while it computes.
@@ -418,7 +418,9 @@ def rouge_l(right: str, said: str) -> float:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(100_000)  # it walks the longest common subsequence by calls
     try:
-        return float(Rouge(["rouge-l"]).get_scores(cut_chinese(said or "None"), cut_chinese(right))[0]["rouge-l"]["f"])
+        return float(
+            Rouge(["rouge-l"]).get_scores(cut_chinese(answer or "None"), cut_chinese(right))[0]["rouge-l"]["f"]
+        )
     except ValueError:
         return 0.0
     finally:

@@ -205,17 +205,17 @@ def _begins_with_a_control_token(tokenizer: Any) -> bool:
     return bool(said.startswith(tuple(tokenizer.all_special_tokens)))
 
 
-def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
+def _prove_tokenizer(reloaded: Any, trained: Trained, tokenizer: Any) -> None:
     """Raise RuntimeError when the reloaded template, or the ids of probe texts, are not the training data's."""
     texts = list(PROBES)
     if tokenizer.chat_template and trained.recipe.stage != "pretrain":  # which renders none, and copies the file
-        rendered = [each.apply_chat_template(_CONVERSATION, tokenize=False) for each in (tokenizer, again)]
+        rendered = [each.apply_chat_template(_CONVERSATION, tokenize=False) for each in (tokenizer, reloaded)]
         if rendered[0] != rendered[1]:
             raise RuntimeError(f"exported chat template differs: {rendered[1]!r} instead of {rendered[0]!r}")
         texts.append(rendered[0])
     expect, how = _training_encoder(trained)
     for text in texts:
-        ids = again(text, **how)["input_ids"]
+        ids = reloaded(text, **how)["input_ids"]
         if ids != (expected := expect(text)):
             raise RuntimeError(f"exported tokenizer differs on {text!r}: {ids} instead of {expected}")
 

@@ -149,7 +149,7 @@ def _key(settings: SelfQA, fingerprint: str | None) -> str:
 
 
 def _ask_passages(
-    missing: list[Passage], settings: SelfQA, model: Model, ledger: Path, key: str, spent: Counter[str]
+    passages: list[Passage], settings: SelfQA, model: Model, ledger: Path, key: str, spent: Counter[str]
 ) -> Iterator[Asked]:
     """Ask about each passage, `concurrency` at a time, and yield the results as they come.
 
@@ -161,12 +161,12 @@ def _ask_passages(
     most = math.inf if settings.max_cost is None else settings.max_cost
     asking = endpoint.ask_in_parallel(
         lambda passage: _ask_about(passage, settings, model),
-        missing,
+        passages,
         settings.concurrency if settings.endpoint else 1,
         lambda: cost(settings, spent) < most,
         model.stopped.set if isinstance(model, Endpoint) else lambda: None,  # requests under way end by themselves
     )
-    with closing(asking), screen.progress("self-qa", len(missing)) as advance:
+    with closing(asking), screen.progress("self-qa", len(passages)) as advance:
         for rows in asking:
             for row in rows:  # all that was paid for, before anything is raised
                 advance(1)
