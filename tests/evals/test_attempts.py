@@ -14,7 +14,7 @@ import pytest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.evals import attempts
-from finlm.evals.attempts import Asked, Graded, Said
+from finlm.evals.attempts import Attempt, Graded, Prompt
 from finlm.recipe import recipe
 
 import dialogues
@@ -55,8 +55,12 @@ def test_a_score_has_intervals_that_hold_the_value() -> None:
 
 
 def test_the_best_right_attempt_is_written_and_every_other_prompt_is_counted(tmp_path: Path) -> None:
-    asked = [Asked([{"role": "user", "content": f"第{n}题"}], [1], "A") for n in range(3)]
-    said = [[Said("甲", 1), Said("乙 ", 1)], [Said("丙", 1), Said("丁", 1)], [Said("戊", 9, "cut off"), Said("己", 1)]]
+    asked = [Prompt([{"role": "user", "content": f"第{n}题"}], [1], "A") for n in range(3)]
+    said = [
+        [Attempt("甲", 1), Attempt("乙 ", 1)],
+        [Attempt("丙", 1), Attempt("丁", 1)],
+        [Attempt("戊", 9, "cut off"), Attempt("己", 1)],
+    ]
     graded = [[RIGHT, Graded(True, 1.2, "A")], [WRONG, SILENT], [Graded(True, 1.5, "A"), RIGHT]]
     counts = attempts.write_best(tmp_path / "best.jsonl", asked, said, graded)
     rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]

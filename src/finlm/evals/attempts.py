@@ -61,8 +61,8 @@ class Options:
     start: Path | None = None
 
 
-class Said(NamedTuple):
-    """An attempt's text and length in tokens; `fault` says why it is no data: cut off, empty, refused, no answer."""
+class Attempt(NamedTuple):
+    """An answer's text and length in tokens; `fault` says why it cannot be data: cut off, empty, refused, no answer."""
 
     text: str
     tokens: int
@@ -70,7 +70,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prompt:
     """A prompt as messages and as the model's token ids, with the text of its right answer."""
 
     messages: list[Message]
@@ -122,30 +122,30 @@ def run(recipe: Recipe, options: Options) -> Result:
     grpo = check(recipe, options)
     opened = None if options.model is None else open_model(options.model)
     counts: Counter[str] = Counter()
-    asked = list(read_prompts(recipe, options, counts))
-    if not asked:
+    prompts = list(read_prompts(recipe, options, counts))
+    if not prompts:
         raise UserError(
             f"{recipe.name} has no prompts of split {options.split}",
             evidence=_format_counts(counts),
             fix="choose another --split",
         )
     if opened is None:
-        name, said = str(settings_of(recipe).model), ask_endpoint(recipe, grpo, asked, options)
-        if unasked := sum(len(texts) < options.count for texts in said):
+        name, attempts = str(settings_of(recipe).model), ask_endpoint(recipe, grpo, prompts, options)
+        if unasked := sum(len(texts) < options.count for texts in attempts):
             counts["not asked, as self_qa.max_cost is reached"] = unasked
-            whole = [place for place, texts in enumerate(said) if len(texts) == options.count]
-            asked, said = [asked[place] for place in whole], [said[place] for place in whole]
-        if not asked:
+            whole = [place for place, texts in enumerate(attempts) if len(texts) == options.count]
+            prompts, attempts = [prompts[place] for place in whole], [attempts[place] for place in whole]
+        if not prompts:
             raise UserError("self_qa.max_cost is reached before a prompt is answered", fix="raise self_qa.max_cost")
     else:
-        name, said = opened.name, draw(opened, grpo, asked, options)
+        name, attempts = opened.name, draw(opened, grpo, prompts, options)
     graded = [
         [_grade(grpo, prompt, each.text, each.tokens) for each in texts]
-        for prompt, texts in zip(asked, said, strict=True)
+        for prompt, texts in zip(prompts, attempts, strict=True)
     ]
     if options.best is not None:
-        counts += write_best(options.best, asked, said, graded)
-    about = recipe.name, name, options.split, len(asked), options.count, options.seed
+        counts += write_best(options.best, prompts, attempts, graded)
+    about = recipe.name, name, options.split, len(prompts), options.count, options.seed
     return Result(*about, *score(graded), options.best, counts)
 
 
@@ -237,7 +237,7 @@ def settings_of(recipe: Recipe) -> SelfQA:
     return recipe.self_qa
 
 
-def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Asked]:
+def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Prompt]:
     """Yield the prompts of options.split in order, at most options.limit (0 or None: all); prepare data if needed.
 
     Counts in `counts` the "asked" prompts and the others by their reason. A split has the prompts that `finlm prepare`
@@ -266,33 +266,33 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
                 try:
                     preference = convert.read_preference(row.value, mask, needs_both=False)
                     (piece,) = encode.encode_preference(encoder, preference, "grpo", limit, recipe.grpo.checked)
-                    asked = piece.mask.count(0)
-                    right = encoder.tokenizer.decode(piece.ids[asked:]).strip()
+                    length = piece.mask.count(0)
+                    right = encoder.tokenizer.decode(piece.ids[length:]).strip()
                     if not any(scoring.is_right_answer(rule, right) for rule in recipe.grpo.checked):
                         raise Refused("a right answer that the tokenizer cannot spell")
                 except (LeftOut, Refused) as error:
                     counts[str(error)] += 1
                     continue
-                prompt = np.array(piece.ids[:asked], dtype=np.int64).tobytes()
+                prompt = np.array(piece.ids[:length], dtype=np.int64).tobytes()
                 if not left[prompt]:
                     counts[f"not of split {split}, or a repetition"] += 1
                     continue
                 left[prompt] -= 1
-                yield Asked(preference.prompt, piece.ids[:asked], right)
+                yield Prompt(preference.prompt, piece.ids[:length], right)
                 counts["asked"] += 1
                 if counts["asked"] == options.limit:
                     return
 
 
-def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[Said]]:
-    """Return options.count attempts at each prompt by the model; draw only those not in the ledger.
+def draw(opened: Opened, grpo: Grpo, prompts: Sequence[Prompt], options: Options) -> list[list[Attempt]]:
+    """Return options.count attempts of the model at each prompt; draw only those not in the ledger.
 
     New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come. Shows the progress on stderr.
     """
     settings = [opened.fingerprint, grpo.temperature, grpo.top_p, grpo.max_new_tokens, options.seed]
-    keys = _keys(settings, (prompt.ids for prompt in asked), options.count)
+    keys = _keys(settings, (prompt.ids for prompt in prompts), options.count)
     ledger, known = _read_ledger(opened.fingerprint)
-    left = [(key, prompt.ids) for prompt, row in zip(asked, keys, strict=True) for key in row if key not in known]
+    left = [(key, prompt.ids) for prompt, row in zip(prompts, keys, strict=True) for key in row if key not in known]
     left.sort(key=lambda each: -len(each[1]))
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     with screen.progress("attempts", len(left), "drawn") as advance:
@@ -307,7 +307,7 @@ def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -
     return _pick(known, keys)
 
 
-def ask_endpoint(recipe: Recipe, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[Said]]:
+def ask_endpoint(recipe: Recipe, grpo: Grpo, prompts: Sequence[Prompt], options: Options) -> list[list[Attempt]]:
     """Return options.count answers to each prompt of the model behind self_qa.endpoint; ask only for new ones.
 
     New answers are appended to a ledger in runs/evals/ as they come. Prompts that self_qa.max_cost left over have fewer
@@ -315,12 +315,12 @@ def ask_endpoint(recipe: Recipe, grpo: Grpo, asked: Sequence[Asked], options: Op
     """
     settings, system = settings_of(recipe), recipe.chat.system if recipe.chat else None
     about = [settings.model, grpo.temperature, grpo.max_new_tokens, options.seed, system]
-    keys = _keys(about, (prompt.messages for prompt in asked), options.count)
+    keys = _keys(about, (prompt.messages for prompt in prompts), options.count)
     ledger, known = _read_ledger(files.sha256_json(settings.model))
     head: list[Message] = [{"role": "system", "content": system}] if system else []
     left = {
         key: prompt.messages if prompt.messages[0]["role"] == "system" else [*head, *prompt.messages]
-        for prompt, row in zip(asked, keys, strict=True)
+        for prompt, row in zip(prompts, keys, strict=True)
         for key in row
         if key not in known
     }
@@ -343,10 +343,10 @@ def _read_ledger(fingerprint: str) -> tuple[Path, dict[str, dict[str, Any]]]:
     return ledger, {row["key"]: row for row in files.read_json_lines(ledger)} if ledger.exists() else {}
 
 
-def _pick(known: Mapping[str, Mapping[str, Any]], keys: Sequence[Sequence[str]]) -> list[list[Said]]:
+def _pick(known: Mapping[str, Mapping[str, Any]], keys: Sequence[Sequence[str]]) -> list[list[Attempt]]:
     """Return the known attempts at each prompt, in the order of its keys; keys that `known` lacks are left out."""
     return [
-        [Said(known[key]["text"], known[key]["tokens"], known[key].get("fault", "")) for key in row if key in known]
+        [Attempt(known[key]["text"], known[key]["tokens"], known[key].get("fault", "")) for key in row if key in known]
         for row in keys
     ]
 
@@ -366,7 +366,7 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
     return [answer.ids for answer in generate(opened.model, prompts, limits, keys, drawing)]
 
 
-def _grade(grpo: Grpo, prompt: Asked, answer: str, tokens: int) -> Graded:
+def _grade(grpo: Grpo, prompt: Prompt, answer: str, tokens: int) -> Graded:
     """Return the attempt `answer` of `tokens` tokens graded by the rewards.
 
     It is right when the first of grpo.checked's rules that applies to the prompt gives 1. Raises StopIteration when
@@ -399,7 +399,7 @@ def _read_conclusion(rule: str, question: str, answer: str) -> Hashable | None:
 
 
 def write_best(
-    path: Path, asked: Sequence[Asked], said: Sequence[Sequence[Said]], graded: Sequence[Sequence[Graded]]
+    path: Path, prompts: Sequence[Prompt], attempts: Sequence[Sequence[Attempt]], graded: Sequence[Sequence[Graded]]
 ) -> Counter[str]:
     """Write each prompt's right attempt of highest reward as a JSON line of messages; return counts by outcome.
 
@@ -407,16 +407,16 @@ def write_best(
     """
     counts: Counter[str] = Counter()
     lines = []
-    for prompt, texts, grades in zip(asked, said, graded, strict=True):
-        counts.update(f"attempts {each.fault}" for each in texts if each.fault)
-        places = [place for place, grade in enumerate(grades) if grade.is_right and not texts[place].fault]
+    for prompt, tries, grades in zip(prompts, attempts, graded, strict=True):
+        counts.update(f"attempts {each.fault}" for each in tries if each.fault)
+        places = [place for place, grade in enumerate(grades) if grade.is_right and not tries[place].fault]
         if not places:
             counts["no right attempt"] += 1
             continue
         best = max(places, key=lambda place: grades[place].reward)  # the first of those that earn most
         counts["written"] += 1
         counts["written, every attempt right"] += len(places) == len(grades)
-        answer = {"role": "assistant", "content": texts[best].text.strip()}
+        answer = {"role": "assistant", "content": tries[best].text.strip()}
         lines.append(json.dumps({"messages": [*prompt.messages, answer]}, ensure_ascii=False) + "\n")
     files.write_text(path, "".join(lines))
     return counts

@@ -161,10 +161,10 @@ def ask(opened: Opened, options: Options) -> Result:
     )
 
 
-def score(asked: Sequence[Question], said: Sequence[str], *, of_parts: bool = False) -> dict[str, Score]:
-    """Return {task: Score} of the answers `said`, in CFLUE's order, or with of_parts {"TASK, SUB-TASK": Score}."""
+def score(questions: Sequence[Question], answers: Sequence[str], *, of_parts: bool = False) -> dict[str, Score]:
+    """Return {task: Score} of the answers to the questions in CFLUE's order; of_parts: {"TASK, SUB-TASK": Score}."""
     groups: dict[str, list[tuple[Question, str]]] = {}
-    for pair in zip(asked, said, strict=True):
+    for pair in zip(questions, answers, strict=True):
         groups.setdefault(pair[0].subject if of_parts else _task(pair[0]), []).append(pair)
     names = sorted(groups, key=lambda name: (list(METRICS).index(name.partition(", ")[0]), name))
     return {name: _measure(groups[name]) for name in names}
@@ -186,7 +186,7 @@ def _measure(pairs: Sequence[tuple[Question, str]]) -> Score:
 
 
 def _split_scores(asked: Sequence[Question], said: Sequence[str], shares: Mapping[int, float]) -> dict[str, Contained]:
-    """Return {task: Contained}, given the shares of the questions that the training text contains."""
+    """Return {task: Contained} of the answers `said`; the keys of `shares` are the indexes of contained questions."""
     inside, outside = (
         score([asked[place] for place in places], [said[place] for place in places])
         for places in (sorted(shares), [place for place in range(len(asked)) if place not in shares])
