@@ -269,6 +269,28 @@ def test_an_answer_that_breaks_off_is_told(tmp_path: Path) -> None:
     assert result.returncode == 1 and "gave no answer" in result.stderr and "Traceback" not in result.stderr
 
 
+class _Redirects(_Model):
+    """An endpoint that sends every request on to another address."""
+
+    def _answer(self, value: object) -> None:
+        self.send_response(302)
+        self.send_header("Location", "http://localhost:9/v1")
+        self.end_headers()
+
+
+def test_a_redirect_does_not_carry_the_key_to_another_host(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Redirects)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    log = tmp_path / "x.log"
+    log.write_text(TRACEBACK + "KeyError: 'phase'\n")
+    try:
+        result = finlm("diagnose", log, "--ask", f"http://127.0.0.1:{server.server_port}/v1")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.returncode == 1 and "HTTP Error 302" in result.stderr
+
+
 def test_a_log_cut_inside_a_traceback_is_a_dead_run(findings: Of) -> None:
     (found,) = findings("loading\n" + TRACEBACK)
     assert (found.cause, found.line) == ("unknown", 2) and "train.py" in found.evidence

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +25,7 @@ from typing import BinaryIO
 
 from finlm.base import screen
 from finlm.base.errors import UserError
+from finlm.base.secrets import send
 from finlm.diagnose.endings import exceptions
 from finlm.diagnose.findings import Finding, Former, diagnose, former_launches
 from finlm.diagnose.lines import clean
@@ -117,9 +117,9 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
             elif runs := sorted(run for run in Path(path).iterdir() if (run / "recipe.yaml").is_file()):
                 names = ", ".join(run.name for run in runs[:8])
                 return _print_refusal(f"{path} is a directory of runs, not a run", f"it holds {names}")
-            elif own := _read_run(Path(path)):
-                findings += _of_run(own, Path(path), lang)
-                logs += own
+            elif run_files := _read_run(Path(path)):
+                findings += _of_run(run_files, Path(path), lang)
+                logs += run_files
         given = _read(files)
     except OSError as error:
         return _print_refusal(f"cannot read {error.filename or paths[0]}", error.strerror or str(error))
@@ -239,8 +239,8 @@ class Shown:
         if self.former:
             shown += ["", f"{words['former']}:"]
         for launch in self.former:
-            what = f"{launch.cause}: {launch.title}" if launch.cause else words["no error"]
-            shown.append(f"  {launch.file}, {words['at']} {launch.first}-{launch.last}: {what}")
+            end = f"{launch.cause}: {launch.title}" if launch.cause else words["no error"]
+            shown.append(f"  {launch.file}, {words['at']} {launch.first}-{launch.last}: {end}")
         return "\n".join(shown)
 
     def to_json(self) -> str:
@@ -254,6 +254,7 @@ class Shown:
 
 
 def _finding_text(findings: Sequence[Finding], words: Mapping[str, str]) -> list[str]:
+    """Return lines of text: the first finding in full, the others a line each; [] for none. `words`: of _WORDS."""
     if not findings:
         return []
     first = findings[0]
@@ -277,6 +278,7 @@ def where(finding: Finding, line: str = "line") -> str:
 
 
 def _indent(block: str) -> list[str]:
+    """Return the lines of a text, each behind two blanks."""
     return [f"  {line}" for line in block.splitlines()]
 
 
@@ -366,15 +368,11 @@ def ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer:
 def _call(url: str, body: dict[str, object] | None) -> dict[str, list[dict[str, dict[str, str]]]]:
     """GET the URL, or POST `body` to it unless empty; return the JSON object of the answer.
 
-    Sends OPENAI_API_KEY if it is set. Each wait for the server ends after 60 s. Raises OSError, HTTPException or
+    Sends OPENAI_API_KEY if it is set. Each wait for the server ends after SECONDS. Raises OSError, HTTPException or
     ValueError.
     """
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
-    with urllib.request.urlopen(request, timeout=SECONDS) as response:
-        reply = json.load(response)
+    data, key = json.dumps(body).encode() if body else None, os.environ.get("OPENAI_API_KEY")
+    reply = json.loads(send(url, data, key, SECONDS))
     if not isinstance(reply, dict):
         raise ValueError(f"{url} did not answer with a JSON object")
     return reply

@@ -37,6 +37,18 @@ DERIVED = re.compile(
 )
 
 
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file; uses PyYAML if installed, ten times as fast, else ruamel.yaml."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        from ruamel.yaml import YAML
+
+        return YAML(typ="safe", pure=True).load(text)
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 @dataclass
 class Raised:
     """An exception in a log: its line as a hit, the frame that raised it, and the lines of its message."""
@@ -80,7 +92,10 @@ class _Traceback:
 
 
 def exceptions(log: Log) -> list[Raised]:
-    """Return the exceptions in the stored end of a log, in the order of their lines; last those cut off by its end."""
+    """Return the exceptions in the stored end of a log, in the order of their lines.
+
+    Tracebacks without an exception that stand in the last CUT_LINES lines come last, with `is_cut`.
+    """
     shown: list[Raised] = []
     opened: dict[tuple[str, int | None], _Traceback] = {}  # by speaker
     told: Raised | None = None  # whose message may go on
@@ -127,7 +142,7 @@ def exceptions(log: Log) -> list[Raised]:
 
 
 def tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
-    """Yield (line number, byte offset, text) of the lines in the stored end of a log."""
+    """Yield (line number, byte offset, text) of the lines in the stored end of a log; a redrawn bar's last state."""
     offset, number = log.size - len(log.tail), log.tail_line
     for raw in log.tail.split(b"\n"):
         yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
@@ -146,7 +161,10 @@ _PASSES_ON = re.compile(
 
 @dataclass(frozen=True)
 class Ending:
-    """A rule that names the cause of an exception which no signature knows, by its class, words and place."""
+    """A rule that names the cause of an exception which no signature knows, by its class, words and place.
+
+    `says` has (name, text) of facts; {names} of other facts in a text are replaced.
+    """
 
     cause: str
     error: re.Pattern[str]  # of the exception's line
@@ -157,12 +175,16 @@ class Ending:
 
     @classmethod
     def of(cls, rule: Mapping[str, Any]) -> Ending:
-        """Return the rule that an entry of endings.yaml describes."""
+        """Return the rule that an entry of endings.yaml describes. Raises KeyError without cause, re.error."""
         error, frame, source = (re.compile(rule.get(key, "")) for key in ("error", "frame", "source"))
         return cls(rule["cause"], error, frame, source, rule.get("library"), tuple(rule.get("says", {}).items()))
 
     def facts(self, error: str, frames: Sequence[str], source: str) -> dict[str, str] | None:
-        """Return what the rule says of an exception: {name: text}; None if the rule does not fit it."""
+        """Return what the rule says of an exception: {name: text}; None if the rule does not fit it.
+
+        `error` is the exception's line, `source` the last frame's line of code, "" if unknown. Names are error, why,
+        source, place, package, those of `says` and the groups of the rule's expression, as far as they are known.
+        """
         telling = next((frame for frame in reversed(frames) if not _PASSES_ON.search(frame)), "".join(frames[-1:]))
         match = self.error.search(_DUMP.sub("", error))
         if not match or not self.frame.search(telling) or not self.source.search(source):

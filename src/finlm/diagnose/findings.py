@@ -61,8 +61,10 @@ CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker sho
 
 @dataclass
 class Finding:
-    """A cause found in logs, with its evidence and fix. `fatal`: the run ended, or stood still, because of it.
+    """A cause that logs show, with its evidence and fix. `fatal`: the run ended, or stood still, because of it.
 
+    `evidence` and `fix` have several lines. `confidence` is high, medium or low. `doctor` is the check of
+    `finlm doctor` that sees the cause before launch. `facts` are values from the log by name.
     `by_rule`: no signature knows the exception; a rule of endings.yaml took it for one of this cause.
     """
 
@@ -97,6 +99,11 @@ class Former:
 
 @dataclass
 class _Candidate:
+    """A hit that may be the cause: of which pattern, with the facts that the match gives and the match's length.
+
+    `raised` is the exception if no signature matched its line.
+    """
+
     signature: Signature
     pattern: Pattern
     hit: Hit
@@ -142,28 +149,32 @@ def former_launches(log: Log, signatures: Signatures, lang: str = "en") -> list[
     """Return what the launches before the last one of a log ended with; cause and title are "" if nothing was fatal."""
     former = []
     for index, (_, first) in enumerate(log.launches[:-1]):
-        found = diagnose([log.launch(index)], signatures, lang)
-        top = (found[0].cause, found[0].title) if found else ("", "")
+        findings = diagnose([log.launch(index)], signatures, lang)
+        top = (findings[0].cause, findings[0].title) if findings else ("", "")
         former.append(Former(log.name, first, log.launches[index + 1][1] - 1, *top))
     return former
 
 
 def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Raised]) -> list[_Candidate]:
-    """Return all hits that count; an unknown error counts if no signature explains it and training ended of it."""
-    found = signatures.matches(logs)
+    """Return the hits that count, those of signatures first. `shown` are the exceptions of these logs.
+
+    Exceptions and error lines that no signature explains count unless training went on, as the cause that a rule names
+    or as unknown. A single log that has no hit gives its last error lines.
+    """
+    matches = signatures.matches(logs)
     by_name = {log.name: log for log in logs}
     candidates: list[_Candidate] = []
     unknown = signatures.all["unknown"]
     for signature in signatures.all.values():
         if signature is not unknown:
-            candidates += _counting(signature, found, by_name)
+            candidates += _counting(signature, matches, by_name)
     explained = {(c.hit.source, c.hit.line) for c in candidates}
-    rest = [c for c in _counting(unknown, found, by_name) if (c.hit.source, c.hit.line) not in explained]
+    rest = [c for c in _counting(unknown, matches, by_name) if (c.hit.source, c.hit.line) not in explained]
     raised_lines = {(r.hit.source, r.hit.line) for r in shown}
     rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
     rest = [c if DERIVED.search(c.hit.text) else _by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
     for raised in shown:
-        if any(raised.covers(c.hit) for c in candidates) or _harmless(
+        if any(raised.covers(c.hit) for c in candidates) or _is_harmless(
             raised.hit, by_name[raised.hit.source], "unknown"
         ):
             continue
@@ -179,7 +190,10 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
 
 
 def _by_rule(candidate: _Candidate, frames: Sequence[str], source: str, signatures: Signatures) -> _Candidate:
-    """Return the candidate with the cause of the first rule for endings that fits it, else unchanged."""
+    """Return the candidate with the cause of the first rule for endings that fits it, else unchanged.
+
+    `frames` are those of its traceback, `source` is the last frame's line of code; both may be empty.
+    """
     for ending in signatures.endings:
         facts = ending.facts(candidate.hit.text, frames, source)
         if facts is not None:
@@ -259,7 +273,8 @@ def _level(candidate: _Candidate, died: Set[int | None], ends: _Ends) -> str:
     """Return the pattern's level, or a lower one.
 
     It is "echo" if the rank waited for others that died of an exception of their own, "remark" if the exception was
-    caught, or if the line belongs to no exception and cannot have led to the one that follows it.
+    caught, or if the line belongs to no exception and cannot have led to the one that follows it. `died` are the ranks
+    with an exception that nothing explains.
     """
     hit, level = candidate.hit, candidate.pattern.level
     if candidate.signature.waits and hit.rank is not None and died - {hit.rank}:
@@ -284,24 +299,25 @@ def _may_lead_to(hit: Hit, raised: Raised) -> bool:
 
 
 def _is_outlived(caught: Raised, open_ends: Sequence[Raised]) -> bool:
-    """Return whether its process went on after an exception until a later one that does not follow from it."""
+    """Return whether the process went on after an exception until one of `open_ends` that does not follow from it."""
     later = [r for r in open_ends if r.speaker == caught.speaker and not r.chained]
     return any(r.first > caught.hit.line + CAUGHT_LINES for r in later)
 
 
 def _order(candidate: _Candidate, several: bool) -> tuple[float, int, int]:
+    """Return the key to sort candidates by: time, if `several` logs are read, then line, then longer matches first."""
     hit = candidate.hit
     moment = hit.time if several and hit.time is not None else float("inf")
     return moment, hit.line, -candidate.length
 
 
-def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> Iterator[_Candidate]:
+def _counting(signature: Signature, matches: Matches, by_name: dict[str, Log]) -> Iterator[_Candidate]:
     """Yield a candidate for each hit of a signature that meets the conditions of its pattern."""
     for pattern in signature.patterns:
-        if any(regex not in found for regex in pattern.all) or any(regex in found for regex in pattern.none):
+        if any(regex not in matches for regex in pattern.all) or any(regex in matches for regex in pattern.none):
             continue
-        having = {hit.host for hit, _ in found.get(pattern.lacks, ())} if pattern.lacks else set()
-        for hit, match in found.get(pattern.regex, ()):
+        having = {hit.host for hit, _ in matches.get(pattern.lacks, ())} if pattern.lacks else set()
+        for hit, match in matches.get(pattern.regex, ()):
             log = by_name[hit.source]
             if hit.kind and not (pattern.source and hit.kind == "source"):
                 continue
@@ -312,14 +328,17 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
             if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
             level = pattern.level if signature.id != "unknown" else "unknown"
-            if pattern.lasting or not _harmless(hit, log, level):
+            if pattern.lasting or not _is_harmless(hit, log, level):
                 facts = {name: value.strip() for name, value in match.groupdict().items() if value}
                 facts = {name: _fill_sentence(value, facts) for name, value in pattern.says} | facts
                 yield _Candidate(signature, pattern, hit, facts, match.end() - match.start())
 
 
-def _harmless(hit: Hit, log: Log, level: str) -> bool:
-    """Return whether training went on, or ended well, after a hit; after a warning or hint a single step is enough."""
+def _is_harmless(hit: Hit, log: Log, level: str) -> bool:
+    """Return whether training went on, or ended well, after a hit of a pattern of this level.
+
+    After a warning or hint a single step is enough.
+    """
     steps, ended_well = log.steps_after(hit.last), log.is_followed_by(ENDED_WELL, hit.last)
     warning = bool(_WARNING.search(hit.text))
     if warning and level == "echo":
@@ -327,7 +346,7 @@ def _harmless(hit: Hit, log: Log, level: str) -> bool:
     if level == "hint" or warning:
         return steps > 0 or ended_well
     may_be_late = level == "unknown" or (level == "echo" and log.last_match(ENDED_WELL) >= 0)
-    if may_be_late and IGNORED.search(_lines_before(log, hit)):  # of a thread or object while the process ends
+    if may_be_late and IGNORED.search(_ignored_before(log, hit)):  # of a thread or object while the process ends
         return True
     if level != "cause" and log.last_match(SERVES) > max(hit.last, log.last_match(DIED)):
         return True  # one request failed, and the server answers the next
@@ -338,20 +357,21 @@ def _harmless(hit: Hit, log: Log, level: str) -> bool:
     return steps >= enough or (ended_well and (steps > 1 or level == "unknown"))  # the summary line counts as one
 
 
-def _lines_before(log: Log, hit: Hit, lines: int = 25) -> str:
-    """Return the last line, of the `lines` before a hit, that says an exception was ignored; "" if none does."""
+def _ignored_before(log: Log, hit: Hit, lines: int = 25) -> str:
+    """Return the text of the last line that says an exception was ignored, of the `lines` before a hit, else ""."""
     ignored = [other for other in log.hits if hit.line - lines < other.line < hit.line and IGNORED.search(other.text)]
     return ignored[-1].text if ignored else ""
 
 
 def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: Program, lang: str) -> Finding:
+    """Return the finding for a candidate in a language and a program's words, with the facts of all of its cause."""
     signature, hit = candidate.signature, candidate.hit
     level = candidate.pattern.level if signature.id != "unknown" else "unknown"
     text = signature.unsure if level == "symptom" else signature.text
     title, explain, confirm = (each.get(lang, each["en"]) for each in (text.title, text.explain, text.confirm))
-    own = [candidate, *(c for c in candidates if c.signature.id == signature.id)]
+    same = [candidate, *(c for c in candidates if c.signature.id == signature.id)]
     facts: dict[str, str] = {}
-    for other in own:
+    for other in same:
         facts = other.facts | facts
     _add_facts(signature.facts, hit, facts)
     _add_foreign_memory(facts)
@@ -361,7 +381,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
         fatal=True,
         title=_fill_sentence(title, facts) or re.sub(r" ?[(（]\{\w+\}[)）]", "", title),
         explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in SENTENCE.split(explain)))),
-        evidence="\n".join(_evidence(candidate, own if level == "unknown" else ())),
+        evidence="\n".join(_evidence(candidate, same if level == "unknown" else ())),
         file=hit.source,
         line=hit.line,
         host=hit.host,
@@ -408,6 +428,7 @@ def _add_foreign_memory(facts: dict[str, str]) -> None:
 
 
 def _gibibytes(text: str) -> float | None:
+    """Return the GiB that a text such as "512 MiB" says; None for other texts."""
     match = re.match(r"([\d.]+) ?(MiB|GiB|MB|GB)$", text)
     return float(match[1]) / (1024 if match[2][0] == "M" else 1) if match else None
 

@@ -61,7 +61,7 @@ _HELP = re.compile(r"^usage: |^\s+\[-")
 
 
 def clean(text: str) -> tuple[str, dict[str, str]]:
-    """Return a log line without colours and launchers' prefixes, and {group of _PREFIX: text} of the prefixes."""
+    """Return a log line without colours and up to 5 launchers' prefixes, and {group of _PREFIX: text} of these."""
     text = _ANSI.sub("", text).rstrip()
     said: dict[str, str] = {}
     for _ in range(5):

@@ -131,6 +131,7 @@ class Prefilter:
     """A search for all literals at once (Aho-Corasick), whose time does not grow with their number."""
 
     def __init__(self, literals: set[str]) -> None:
+        """Build the automaton of these literals, none of them empty."""
         self.automaton: Any = ahocorasick.Automaton()
         for literal in literals:
             word = literal.encode("utf-8").decode("latin-1")  # it searches text; so every byte is a character
@@ -177,22 +178,22 @@ class Prefilter:
 
     def words(self, text: str) -> set[str]:
         """Return the literals that occur in a text."""
-        found = self.automaton.iter(text.encode("utf-8").decode("latin-1"))
-        return {word.encode("latin-1").decode("utf-8") for _, word in found}
+        matches = self.automaton.iter(text.encode("utf-8").decode("latin-1"))
+        return {word.encode("latin-1").decode("utf-8") for _, word in matches}
 
     def places(self, lines: Sequence[bytes]) -> dict[int, list[tuple[int, str]]]:
         """Return {index of a line: [(byte offset in the line, literal)]} for the lines that have literals.
 
         Literals may overlap and are ordered by their ends; case counts.
         """
-        found: dict[int, list[tuple[int, str]]] = {}
+        places: dict[int, list[tuple[int, str]]] = {}
         ends = [sum_ + i for i, sum_ in enumerate(accumulate(map(len, lines)), 1)]
         index = 0
         for last, word in self.automaton.iter(b"\n".join(lines).decode("latin-1")):
             while ends[index] <= last:
                 index += 1
-            found.setdefault(index, []).append((last + 1 - len(word) - (ends[index] - len(lines[index]) - 1), word))
-        return found
+            places.setdefault(index, []).append((last + 1 - len(word) - (ends[index] - len(lines[index]) - 1), word))
+        return places
 
 
 def _rare_window(literal: bytes) -> bytes:
@@ -217,6 +218,7 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log
     """Read a log to its end and return it as a Log; `first` is the number of the line that comes next in `file`.
 
     Never raises on content: binary data, endless lines, UTF-16 and broken UTF-8 are read as bytes. Raises OSError.
+    Resets the prefilter's `count` and `varied`.
     """
     log = Log(name, launches=[(0, first)])
     seen: set[int] = set()
@@ -304,7 +306,8 @@ def _candidates(
     """Yield (start, end, shape), in bytes of the block, of lines that have a literal and whose shape is not yet known.
 
     A shape is the hash of a line without its numbers. Adds to `seen` the shapes that need no further look: without a
-    literal, or kept often enough. Updates `last` of the hits in `kept`.
+    literal, or kept often enough. Updates `last` of the hits in `kept` and the prefilter's `varied`. `offset` is the
+    block's in the log.
     """
     block = block.replace(b"\r", b"\n")  # a redrawn bar is a line on the screen; the length stays the same
     if b"\0" in block:
@@ -383,15 +386,18 @@ def _spans(length: int, places: Sequence[tuple[int, str]], prefilter: Prefilter)
 
 
 def _hit(name: str, raw: bytes, before: bytes, host: str, rank: int | None) -> Hit:
-    """Return the Hit of a raw line, with line and offset 0; `host` and `rank` count if the line names none."""
+    """Return the Hit of a raw line, with line and offset 0; `host` and `rank` count if the line names none.
+
+    `before` are the bytes before the line, whose last lines may tell its time and kind.
+    """
     whole = raw.decode("utf-8", errors="replace")
     text, said = clean(whole)
     said_host, said_rank = speaker(text, said)
     lines_before = before.decode("utf-8", errors="replace").splitlines()[-12:]
     near = [whole, *reversed(lines_before)] if _CLOCK.search(raw) or _CLOCK.search(before) else []
     time = next((time for time in map(moment, near) if time is not None), None)
-    what = kind(text, lines_before)
-    return Hit(name, 0, 0, text, said_host or host, said_rank if said_rank is not None else rank, time, kind=what)
+    said_rank = rank if said_rank is None else said_rank
+    return Hit(name, 0, 0, text, said_host or host, said_rank, time, kind=kind(text, lines_before))
 
 
 def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:

@@ -26,34 +26,26 @@ from typing import TYPE_CHECKING, Any
 
 from finlm.base import screen
 from finlm.diagnose import lines
-from finlm.diagnose.endings import Ending
+from finlm.diagnose.endings import Ending, read_yaml
 from finlm.diagnose.read import Hit, Log, Prefilter, rarity
 
 if TYPE_CHECKING:
     from finlm.diagnose.findings import Finding  # which speaks a program's words
 
 Matches = dict[str, list[tuple[Hit, re.Match[str]]]]  # lines that match, by regular expression
-
 SIGNATURES = Path(__file__).with_name("signatures.yaml")
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 IGNORED = re.compile(r"Exception ignored in|--- Logging error ---|Error in sys\.excepthook|Exception in thread")
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file; uses PyYAML if installed, ten times as fast, else ruamel.yaml."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        from ruamel.yaml import YAML
-
-        return YAML(typ="safe", pure=True).load(text)
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression of a signature and the conditions under which a match counts."""
+    """A regular expression of a signature and the conditions under which a match counts.
+
+    `all`, `none`: expressions that some, and no, line must match. `lacks`: an expression matched on other hosts, not on
+    the hit's. `hosted`: the hit names a host. `last`: at most so many lines follow. `lasting`: counts even if training
+    goes on. `source`: code counts too. `says`: (name, text) of facts.
+    """
 
     cause: str
     regex: str
@@ -71,7 +63,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Wording:
-    """The texts of a cause, each {language: text}."""
+    """The texts of a cause by language, "en" and "zh"; `fix` has a list of steps for each."""
 
     title: dict[str, str]
     explain: dict[str, str]
@@ -81,7 +73,11 @@ class Wording:
 
 @dataclass(frozen=True)
 class Signature:
-    """A cause: its id, texts and patterns, and the expressions that read facts from the lines around a match."""
+    """A cause: its id, texts and patterns, and the expressions that read facts from the lines around a match.
+
+    `doctor`: the check of `finlm doctor` that sees it before launch. `threads`: URLs of issues. `waits`: a rank that
+    prints it waited for others.
+    """
 
     id: str
     text: Wording
@@ -94,9 +90,10 @@ class Signature:
 
 
 class Signatures:
-    """All signatures of a file, and the search for any of their literals."""
+    """All signatures of a file by id, and the search for any of their literals."""
 
     def __init__(self, path: Path = SIGNATURES) -> None:
+        """Read a YAML file of signatures. Raises ValueError as `literals`, KeyError for an incomplete entry."""
         self.all = {entry["id"]: _signature(entry) for entry in read_yaml(path)}
         self.rules = path.with_name("endings.yaml")
         self.compiled: dict[str, re.Pattern[str]] = {}  # those that a line needed: most never are
@@ -110,12 +107,12 @@ class Signatures:
 
     @cached_property
     def endings(self) -> list[Ending]:
-        """The rules for exceptions that no signature knows, in order."""
+        """The rules of endings.yaml, beside the file, for exceptions that no signature knows, in order; read once."""
         return [Ending.of(rule) for rule in read_yaml(self.rules)]
 
     def matches(self, logs: Sequence[Log]) -> Matches:
         """Return {regular expression: [(hit, match)]} for the hits of these logs, in reading order."""
-        found: Matches = {}
+        matches: Matches = {}
         for log in logs:
             for hit in log.hits:
                 wanted = {regex for word in self.prefilter.words(hit.text) for regex in self.by_literal[word]}
@@ -124,30 +121,20 @@ class Signatures:
                         self.compiled[regex] = re.compile(regex)
                     match = self.compiled[regex].search(hit.text)
                     if match:
-                        found.setdefault(regex, []).append((hit, match))
-        return found
+                        matches.setdefault(regex, []).append((hit, match))
+        return matches
 
 
 def _signature(entry: Mapping[str, Any]) -> Signature:
+    """Return the signature that an entry of signatures.yaml describes. Raises KeyError if it is incomplete."""
     patterns = []
     for item in entry["patterns"]:
         rule: Mapping[str, Any] = {"match": item} if isinstance(item, str) else item
-        patterns.append(
-            Pattern(
-                cause=entry["id"],
-                regex=rule["match"],
-                level=rule.get("level", entry.get("level", "cause")),
-                all=tuple(rule.get("all", ())),
-                none=(*rule.get("none", ()), *entry.get("none", ())),
-                lacks=rule.get("lacks"),
-                hosted=rule.get("hosted", False),
-                last=rule.get("last"),
-                lasting=rule.get("lasting", False),
-                source=rule.get("source", False),
-                library="any" if rule.get("library") is True else rule.get("library", ""),
-                says=tuple(rule.get("says", {}).items()),
-            )
-        )
+        level, says = rule.get("level", entry.get("level", "cause")), tuple(rule.get("says", {}).items())
+        both = tuple(rule.get("all", ())), (*rule.get("none", ()), *entry.get("none", ()))
+        library = "any" if rule.get("library") is True else rule.get("library", "")
+        rest = {key: rule[key] for key in ("lacks", "hosted", "last", "lasting", "source") if key in rule}
+        patterns.append(Pattern(entry["id"], rule["match"], level, *both, library=library, says=says, **rest))
     text = Wording(entry["title"], entry["explain"], entry["fix"], entry["confirm"])
     return Signature(
         id=entry["id"],
@@ -177,14 +164,17 @@ _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
 
 
 def _literals(regex: str) -> list[str]:
-    """Return for each top-level alternative its rarest literal, or the literals of a group that must match."""
-    found: list[str] = []
+    """Return for each top-level alternative its rarest literal, or the literals of a group that must match.
+
+    The literal is "" for an alternative without plain characters.
+    """
+    rarest: list[str] = []
     choices: list[list[str]] = [[""]]
     i = 0
     while i <= len(regex):
         char = regex[i : i + 1]
         if char in ("", "|"):
-            found += max(choices, key=lambda choice: min(rarity(run)[0] for run in choice))
+            rarest += max(choices, key=lambda choice: min(rarity(run)[0] for run in choice))
             choices = [[""]]
         elif char == "(":
             end = _closing(regex, i)
@@ -207,7 +197,7 @@ def _literals(regex: str) -> list[str]:
             i += char == "\\"
             choices[-1] = [choices[-1][0] + regex[i]]
         i += 1
-    return found
+    return rarest
 
 
 def _closing(regex: str, start: int) -> int:
@@ -239,18 +229,23 @@ class Program:
         return self.id == "finlm"
 
     def speak(self, text: str, lang: str) -> str:
-        """Return the text with this program's names for keys; drops sentences that have no such name or need finlm."""
+        """Return the text with this program's names for keys, without sentences that it has no name for or need finlm.
+
+        `lang` is "en" or "zh". finlm's own text stays as it is.
+        """
         if self.is_finlm:
             return text
         text = re.sub(r"`finlm train`(?:, |、)", "", text)
         kept = [sentence for sentence in SENTENCE.split(text) if "`finlm " not in sentence]
-        spoken = (self._sentence(sentence, lang) for sentence in kept)
+        spoken = (self._speak_sentence(sentence, lang) for sentence in kept)
         return " ".join(filter(None, spoken)) if lang == "en" else "".join(filter(None, spoken))
 
-    def _sentence(self, sentence: str, lang: str) -> str:
+    def _speak_sentence(self, sentence: str, lang: str) -> str:
+        """Return the sentence with this program's names for keys; "" if it has no name for one of them."""
         missing = []
 
         def word(match: re.Match[str]) -> str:
+            """Return the name for the key that _KEY matched; for none, add the key to `missing` and return ""."""
             key, value = match["key"], match["value"]
             if key.startswith("env."):
                 name = key[4:]
@@ -268,6 +263,7 @@ class Program:
 
 @lru_cache(maxsize=1)
 def _programs() -> tuple[Program, ...]:
+    """Return the programs of programs.yaml in order, read once in a process."""
     entries = read_yaml(PROGRAMS)
     plain = entries.pop("plain")
     return tuple(Program(name, entry["known_by"], {**plain, **entry["words"]}) for name, entry in entries.items())
@@ -283,25 +279,29 @@ def program_of(logs: Sequence[Log]) -> Program:
 
 
 class Run:
-    """The files of a run directory whose values go into a fix; what cannot be read is empty."""
+    """The files of a run directory whose values go into a fix; a damaged or missing one is empty."""
 
     def __init__(self, path: Path) -> None:
+        """Read recipe.yaml, plan.json, doctor.json and env/*.env of a run directory."""
         self.recipe = _mapping(path / "recipe.yaml")
         self.plan = _mapping(path / "plan.json")
         self.doctor = _mapping(path / "doctor.json")
         self.env = {file.stem: _variables(file) for file in sorted((path / "env").glob("*.env"))}
 
     def value(self, key: str) -> Any:
-        """Return the recipe's value of a dotted key; if unset or auto, the plan's of its (zero_) last name, or None."""
-        found: Any = self.recipe
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if found in (None, "auto"):
-            return self.plan.get(key.split(".")[-1], self.plan.get("zero_" + key.split(".")[-1]))
-        return found
+        """Return the recipe's value at a dotted key such as "zero.stage".
+
+        If it is unset or "auto", return plan.json's value of "stage", else of "zero_stage", else None.
+        """
+        value: Any = self.recipe
+        *_, last = names = key.split(".")
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else None
+        return self.plan.get(last, self.plan.get(f"zero_{last}")) if value in (None, "auto") else value
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
+    """Return the mapping in a .json or YAML file; {} if the file is missing or damaged or holds something else."""
     try:
         value = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else read_yaml(path)
     except Exception:  # a damaged file of a failed run must not hide its diagnosis
@@ -310,12 +310,13 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _variables(file: Path) -> dict[str, str]:
+    """Return {name: value} of a file's lines NAME=value, without comments. Raises OSError."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
 
 
 def concrete(findings: Sequence[Finding], path: Path, lang: str) -> list[Finding]:
-    """Return the findings with a first step that has the run's own values, and with doctor's warning in the evidence.
+    """Return copies of the findings with a first step that has the run's own values, and doctor's warning as evidence.
 
     `path` is the run directory, whose files may be missing; `lang` is "en" or "zh".
     """
@@ -332,6 +333,7 @@ def concrete(findings: Sequence[Finding], path: Path, lang: str) -> list[Finding
 
 
 def _interface(run: Run, finding: Finding) -> tuple[str, str] | None:
+    """Return the step that names the network interface of the finding's host, or the first; None without hosts."""
     host = finding.host or next(iter(run.env), "")
     if not host:
         return None
@@ -345,6 +347,7 @@ def _interface(run: Run, finding: Finding) -> tuple[str, str] | None:
 
 
 def _gpu_memory(run: Run, _: Finding) -> tuple[str, str] | None:
+    """Return the next step to less GPU memory: half the micro batch, recompute, ZeRO-3, offload; None after all."""
     micro = run.value("batch.micro_batch") or 1
     rows = {host["gpu"] or host["name"]: host.get("micro_batch", 1) for host in run.plan.get("hosts", ())}
     if isinstance(micro, dict) or len(set(rows.values())) > 1:
@@ -352,22 +355,19 @@ def _gpu_memory(run: Run, _: Finding) -> tuple[str, str] | None:
         fewer: Any = {name: max(1, int(count) // 2) for name, count in micro.items()}
     else:
         fewer = max(1, int(micro) // 2)
-    ladder = [
-        ("batch.micro_batch", micro, fewer),
-        ("train.recompute", run.value("train.recompute"), "full"),
-        ("zero.stage", run.value("zero.stage"), 3),
-        ("zero.offload_optimizer", run.value("zero.offload_optimizer"), "cpu"),
-        ("zero.offload_param", run.value("zero.offload_param"), "cpu"),
-    ]
-    return next((_change(*rung) for rung in ladder if rung and rung[1] is not None and rung[1] != rung[2]), None)
+    better = {"train.recompute": "full", "zero.stage": 3, "zero.offload_optimizer": "cpu", "zero.offload_param": "cpu"}
+    ladder = [("batch.micro_batch", micro, fewer), *((key, run.value(key), value) for key, value in better.items())]
+    return next((_change(*rung) for rung in ladder if rung[1] is not None and rung[1] != rung[2]), None)
 
 
 def _learning_rate(run: Run, _: Finding) -> tuple[str, str] | None:
+    """Return the step to a third of the learning rate; None if the run names none."""
     rate = run.value("optim.lr")
     return _change("optim.lr", rate, float(rate) / 3) if rate else None
 
 
 def _host_memory(run: Run, _: Finding) -> tuple[str, str] | None:
+    """Return the step that ends offload of parameters, else of the optimizer, else halves the workers, or None."""
     for key in ("zero.offload_param", "zero.offload_optimizer"):
         if run.value(key) == "cpu":
             return _change(key, "cpu", "none")
@@ -375,15 +375,18 @@ def _host_memory(run: Run, _: Finding) -> tuple[str, str] | None:
 
 
 def _workers(run: Run, _: Finding, share: int = 4) -> tuple[str, str] | None:
+    """Return the step to 1/`share` of the workers that prepare data, at least one; None if there is only one."""
     workers = int(run.value("data.num_proc") or 1)
     return _change("data.num_proc", workers, max(1, workers // share)) if workers > 1 else None
 
 
 def _precision(run: Run, _: Finding) -> tuple[str, str] | None:
+    """Return the step that leaves the precision to finlm."""
     return _change("train.precision", run.value("precision"), "auto")
 
 
 def _change(key: str, now: Any, better: Any) -> tuple[str, str]:
+    """Return (English, Chinese) of the step that changes a recipe's key from `now` to `better`."""
     better = f"{better:.3g}" if isinstance(better, float) else better
     return (
         f"In this run's recipe: `{key}: {better}` (now {now}).",
@@ -434,11 +437,11 @@ def page(lang: str) -> str:
 def _name_placeholders(text: str) -> str:
     """Return a text for the page: placeholders show as their names, and < is escaped outside of code."""
     plain = PLACEHOLDER.sub(r"‹\1›", text)
-    return re.sub(r"(`[^`]*`)|<(?=[A-Za-z/])", lambda found: found[1] or r"\<", plain)
+    return re.sub(r"(`[^`]*`)|<(?=[A-Za-z/])", lambda match: match[1] or r"\<", plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages and return 0; with --check write nothing and return 1 if one is stale."""
+    """Write both troubleshooting pages and return 0; with --check write nothing and return 1 if a page is stale."""
     pages = {path: page(lang) for lang, path in PAGES.items()}
     return screen.write_pages(pages, argv, "python -m finlm.diagnose.signatures")
 

@@ -18,7 +18,6 @@ import time
 import tomllib
 import unicodedata
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finlm.base.errors import UserError
+from finlm.base.secrets import send
 from finlm.recipe.schema_data import SelfQA
 
 VERSION = 1  # of the prompts: another one is another data set
@@ -156,7 +156,6 @@ def _is_loop(text: str, width: int = 8) -> bool:
 
 _LONGEST_PAUSE = 60.0
 _LONGEST_RETRY_AFTER = 600.0
-_REPLY_BYTES = 16 * 2**20
 Conversation = Sequence[dict[str, str]]
 
 
@@ -179,13 +178,6 @@ class Reply:
     thoughts: str = ""  # that the server takes out of the text
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: a redirected POST would become a GET, and carry the key to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Return None, so that urllib raises the redirect as an HTTPError."""
-
-
 class Endpoint:
     """A chat model at an address, with its rate limit and its count of retries; threads may share it."""
 
@@ -199,7 +191,6 @@ class Endpoint:
         self.retries = 0  # requests sent again
         self.stopped = threading.Event()  # ends pauses
         self._key = _read_key(settings.api_key_env)
-        self._opener = urllib.request.build_opener(_NoRedirect)
         self._gap = 60 / settings.requests_per_minute if settings.requests_per_minute else 0.0
         self._next = 0.0
         self._lock = threading.Lock()
@@ -222,7 +213,7 @@ class Endpoint:
             self._wait_for_turn()
             wanted: float | None = None
             try:
-                return _parse_reply(self._post(body))
+                return _parse_reply(send(self.url, body, self._key, self.timeout))
             except urllib.error.HTTPError as error:
                 failure = self._explain_failure(error)
                 wanted = _retry_after(error)
@@ -235,15 +226,6 @@ class Endpoint:
                 with self._lock:
                     self.retries += 1
         raise NoAnswer(failure)
-
-    def _post(self, body: bytes) -> bytes:
-        """Send a request and return at most 16 MiB of the body. Raises HTTPError, OSError or HTTPException."""
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self.url, body, headers)
-        with self._opener.open(request, timeout=self.timeout) as response:
-            return bytes(response.read(_REPLY_BYTES))
 
     def _explain_failure(self, error: urllib.error.HTTPError) -> str:
         """Return a message about a failure that another attempt may mend, without the key.
