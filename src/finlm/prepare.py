@@ -359,7 +359,7 @@ def print_reading(reading: Reading) -> None:
 
 
 def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of a pretraining run as text to stdout, in the order in which the run reads them."""
+    """Print the first `count` rows of a pretraining run to stdout, in run order. Raises UserError without tokenizer."""
     rows = dialogues.prepare_rows(shards, recipe.batch.sequence_length, recipe.data.packing)
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     order = packing.order(ranges, recipe.data.mixture, read_rows, rows.sequence_length, recipe.train.seed)
