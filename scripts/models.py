@@ -41,9 +41,9 @@ def gate(names: Sequence[str]) -> None:
 
     Rows of types that fail are written too; a type that no cell can check is skipped.
     """
-    from finlm.admit import command, runs
+    from finlm.admit import command
 
-    with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
+    with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, command.Trainer(Path(shared)) as trainer:
         for name in names:
             try:
                 row = command.make_row(name)
