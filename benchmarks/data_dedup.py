@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finlm.corpus import clean, documents, near, ngrams
+from finlm.corpus import clean, contamination, documents, near, ngrams
+from finlm.corpus.workers import ChunkTask, Kept, load_kept
 from finlm.recipe.schema_data import Clean
 
 Ids = npt.NDArray[np.int64]
@@ -52,18 +53,18 @@ def read(path: Path, most: int) -> list[str]:
 def measure(texts: list[str], threshold: float, directory: Path) -> None:
     """Print how fast the parts are and how many of the exact pairs are found."""
     chunk = write_chunk(texts, directory)
-    table, seconds = ngrams.Table(directory, len(texts)), time.process_time()
-    writer = ngrams.Writer(directory)
-    writer.append(*ngrams.sign_chunk(chunk.path))
-    writer.close()
+    kept, seconds = Kept(near.sign_chunk, ChunkTask(chunk.path), directory / "chunk.npz"), time.process_time()
+    load_kept(kept)
     signed = time.process_time()
-    text_bytes = np.array([len(text.encode()) for text in texts])
-    verify = near.Verifier(table, [chunk], text_bytes, threshold)
-    everything = np.ones(len(texts), dtype=np.bool_)
+    ngrams.Catalog.write(directory, [chunk], [kept.path])
+    search, (group,) = near.plan_search(directory, [chunk], [kept], threshold)
+    states = np.full(len(texts), near.TAKES_PART | near.IS_OPEN, dtype=np.uint8)
     started = time.process_time()
-    like, compared = near.find_likes(table, np.arange(len(texts)), everything, verify)
+    near.sort_group(group)
+    compared = near.find_likes(search, states, lambda _, function, tasks: map(function, tasks))
     joined = time.process_time()
-    megabytes = text_bytes.sum() / 1e6
+    like = np.load(directory / "like.npy")
+    megabytes = chunk.path.stat().st_size / 1e6
     print(f"{len(texts):,} documents, {megabytes:.1f} MB, Jaccard >= {threshold}, one core")
     speed = len(texts) / (signed - seconds)
     print(f"signatures         {speed:10,.0f} documents/s {megabytes / (signed - seconds):8.1f} MB/s")
@@ -71,10 +72,12 @@ def measure(texts: list[str], threshold: float, directory: Path) -> None:
     pairs, similar = exact_pairs(texts, threshold)
     checked = check(texts[:1500], threshold)
     print(f"exact              {len(pairs):,} pairs (prefix filter = all pairs of Python sets on {checked:,} pairs)")
-    known = [near.find_facts(text) for text in texts]
+    known = [contamination.find_facts(text) for text in texts]
     kept = like == np.arange(len(texts))
     # A pair is a duplicate where its first document stays and says all that the second says.
-    counted = np.array([near.covers(known[left], known[right]) for left, right in pairs.tolist()], dtype=np.bool_)
+    counted = np.array(
+        [contamination.covers(known[left], known[right]) for left, right in pairs.tolist()], dtype=np.bool_
+    )
     counted &= kept[pairs[:, 0]]
     dropped = ~kept[pairs[:, 1]]
     print(

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from finlm.corpus import documents, near, ngrams
+from finlm.base.step_cache import Cache
+from finlm.corpus import contamination, documents, near, ngrams, selection, workers
+from finlm.corpus.workers import Context, Mapper
+from finlm.recipe import recipe
 from finlm.world import writer
+
+from helpers import QUICKSTART
 
 
 def words(text: str) -> set[str]:
@@ -56,40 +63,50 @@ def chunks_of(texts: Sequence[str], directory: Path, sizes: Sequence[int]) -> li
     return found
 
 
+def plan(chunks: Sequence[documents.Chunk], directory: Path) -> tuple[near.Search, list[near.Group]]:
+    """The search for near-duplicates of chunks whose signatures are kept beside them."""
+    signed = [
+        workers.Kept(near.sign_chunk, workers.ChunkTask(chunk.path), directory / f"{chunk.path.stem}.npz")
+        for chunk in chunks
+    ]
+    for kept in signed:
+        workers.load_kept(kept)
+    ngrams.Catalog.write(directory, chunks, [kept.path for kept in signed])
+    return near.plan_search(directory, chunks, signed, 0.8)
+
+
 def likes(
-    texts: Sequence[str], directory: Path, sizes: Sequence[int], ranks: Sequence[int] | None = None
-) -> npt.NDArray[np.uint32]:
-    """Of each text the one that it is dropped for, else its own number."""
+    texts: Sequence[str], directory: Path, sizes: Sequence[int], first: Sequence[int] = (), run: Mapper = map
+) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Of each text the one that it is dropped for, else its own number; those of `first` come before the others."""
     directory.mkdir()
-    chunks = chunks_of(texts, directory, sizes)
-    writer = ngrams.Writer(directory)
-    for chunk in chunks:
-        writer.append(*ngrams.sign_chunk(chunk.path))
-    writer.close()
-    table = ngrams.Table(directory, len(texts))
-    text_bytes = np.array([len(text.encode()) for text in texts])
-    verify = near.Verifier(table, chunks, text_bytes, 0.8)
-    order = np.arange(len(texts)) if ranks is None else np.array(ranks)
-    found, _ = near.find_likes(table, order, ngrams.has_signature(table.signatures()), verify)
+    search, groups = plan(chunks_of(texts, directory, sizes), directory)
+    for _ in run(near.sort_group, groups):
+        pass
+    states = np.full(len(texts), near.TAKES_PART | near.IS_OPEN, dtype=np.uint8)
+    states[list(first)] |= near.COMES_FIRST
+    near.find_likes(search, states, lambda _, function, tasks: run(function, tasks))
+    near.load_verifier.cache_clear()
+    found: npt.NDArray[np.unsignedinteger[Any]] = np.load(directory / "like.npy")
     return found
 
 
 def test_every_near_duplicate_goes_and_only_for_a_kept_text_that_says_all_it_says(tmp_path: Path) -> None:
     texts = corpus(700)
     like = likes(texts, tmp_path / "near", [300, 400])
-    grams, known = [words(text) for text in texts], [near.find_facts(text) for text in texts]
+    grams, known = [words(text) for text in texts], [contamination.find_facts(text) for text in texts]
     kept, dropped = np.flatnonzero(like == np.arange(700)).tolist(), np.flatnonzero(like != np.arange(700)).tolist()
     assert len(dropped) > 30
     for number in dropped:
         partner = int(like[number])
         assert partner < number and like[partner] == partner, "the first stays"
-        assert jaccard(texts[number], texts[partner]) >= 0.8 and near.covers(known[partner], known[number])
+        assert jaccard(texts[number], texts[partner]) >= 0.8 and contamination.covers(known[partner], known[number])
     left = [
         (first, second)
         for first, second in combinations(kept, 2)
         if grams[first]
         and len(grams[first] & grams[second]) >= 0.8 * len(grams[first] | grams[second])
-        and near.covers(known[first], known[second])
+        and contamination.covers(known[first], known[second])
     ]
     assert len(left) <= 0.01 * len(dropped)
 
@@ -130,19 +147,21 @@ def test_a_form_with_another_figure_name_or_date_stays_and_a_repeated_one_goes(
 
 
 def test_a_rise_is_not_a_fall_of_the_same_size() -> None:
-    known = {text: near.find_facts(text) for text in ("金价日内涨1.50%", "金价日内跌1.5%", "金价日内变动1.5%")}
+    known = {text: contamination.find_facts(text) for text in ("金价日内涨1.50%", "金价日内跌1.5%", "金价日内变动1.5%")}
     rose, fell, moved = known.values()
-    assert not near.covers(rose, fell) and not near.covers(fell, rose)
-    assert near.covers(rose, moved) and near.covers(fell, moved) and near.covers(moved, rose)
-    assert near.covers(near.find_facts("收入1,000.50元和2元"), near.find_facts("收入1000.5元"))
+    assert not contamination.covers(rose, fell) and not contamination.covers(fell, rose)
+    assert contamination.covers(rose, moved) and contamination.covers(fell, moved) and contamination.covers(moved, rose)
+    assert contamination.covers(
+        contamination.find_facts("收入1,000.50元和2元"), contamination.find_facts("收入1000.5元")
+    )
 
 
 def test_a_figure_counts_where_it_stands() -> None:
     """The 1 of January is none of a year's term, and 200 twice is not 1000 and 200."""
-    march, january = (near.find_facts(f"2020年{month}月21日1年期为3.95%，5年期为4.75%") for month in (3, 1))
-    assert not near.covers(march, january)
-    mixed, equal = (near.find_facts(f"开展{amount}亿元逆回购，今日有200亿元到期") for amount in (1000, 200))
-    assert not near.covers(mixed, equal)
+    march, january = (contamination.find_facts(f"2020年{month}月21日1年期为3.95%，5年期为4.75%") for month in (3, 1))
+    assert not contamination.covers(march, january)
+    mixed, equal = (contamination.find_facts(f"开展{amount}亿元逆回购，今日有200亿元到期") for amount in (1000, 200))
+    assert not contamination.covers(mixed, equal)
 
 
 def test_what_is_dropped_does_not_depend_on_chunks_or_on_how_much_is_sorted_at_once(
@@ -151,9 +170,12 @@ def test_what_is_dropped_does_not_depend_on_chunks_or_on_how_much_is_sorted_at_o
     texts = corpus(600)
     whole = likes(texts, tmp_path / "whole", [600])
     assert np.array_equal(likes(texts, tmp_path / "cut", [1, 99, 200, 300]), whole)
-    monkeypatch.setattr(near, "_SORTED_AT_ONCE", 100)
-    monkeypatch.setattr(ngrams, "_READ_AT_ONCE", 64)
-    monkeypatch.setattr(ngrams, "_ROWS_AT_ONCE", 7)
+    with workers.LocalEngine(2).start(2) as run:
+        monkeypatch.setattr(near, "_PART", 100)
+        monkeypatch.setattr(near, "_GROUP", 150)
+        assert np.array_equal(likes(texts, tmp_path / "workers", [100] * 6, run=run), whole)
+    monkeypatch.setattr(near, "_PART", 7)
+    monkeypatch.setattr(near, "_PAIRS_A_TASK", 3)
     monkeypatch.setattr(near, "_PAIRS_AT_ONCE", 5)
     monkeypatch.setattr(near, "_BYTES_AT_ONCE", 2000)
     monkeypatch.setattr(ngrams, "_BYTES_AT_ONCE", 500)
@@ -176,7 +198,7 @@ def test_a_long_document_has_the_same_signature_piece_by_piece_in_bounded_memory
     monkeypatch.setattr(ngrams, "windows", watched)
     monkeypatch.setattr(ngrams, "_BYTES_AT_ONCE", 101, raising=False)
     pieces = ngrams.sign_block(data, ends)
-    assert all(np.array_equal(*pair) for pair in zip(pieces, reference, strict=True))
+    assert np.array_equal(pieces, reference)
     assert longest <= 101 + 4
 
 
@@ -186,15 +208,14 @@ def test_the_first_by_rank_stays(tmp_path: Path) -> None:
     texts = [first, second, first + "（完）", "短文", "！！！", first + "（续）", second + "。"]
     assert likes(texts, tmp_path / "near", [7]).tolist() == [0, 1, 0, 3, 4, 0, 1]
     assert likes(["短", "！"], tmp_path / "none", [2]).tolist() == [0, 1]
-    ranks = [1, 2, 3, 4, 5, 6, 0]  # the last comes first, as a held-out one
-    assert likes(texts, tmp_path / "ranks", [7], ranks).tolist() == [0, 6, 0, 3, 4, 0, 6]
+    assert likes(texts, tmp_path / "ranks", [7], first=[6]).tolist() == [0, 6, 0, 3, 4, 0, 6]  # as a held-out one
 
 
 def test_a_signature_estimates_the_similarity(tmp_path: Path) -> None:
     texts = corpus(400)
     (chunk,) = chunks_of(texts, tmp_path, [400])
-    signatures, keys = ngrams.sign_chunk(chunk.path)
-    assert keys.shape == (ngrams.BANDS, 400)
+    signatures = ngrams.sign_chunk(chunk.path)
+    assert ngrams.band_keys(signatures).shape == (ngrams.BANDS, 400)
     pairs = [(number - 1 - back, number) for number in range(8, 400, 4) for back in range(3)]
     left, right = np.array(pairs).T
     estimate = ngrams.similarity(signatures[left], signatures[right])
@@ -235,3 +256,118 @@ def test_texts_of_one_frame_are_read_once_however_often_they_meet(
     assert np.array_equal(likes(texts, tmp_path / "near", [300]), np.arange(300))
     assert sum(hashed) <= 2 * len(texts)  # once for the signature, once to compare
     assert 1000 < sum(compared) <= 300 * 299 // 2
+
+
+def test_labels_have_64_bits_where_32_do_not_reach(tmp_path: Path) -> None:
+    assert near.label_type(2**32) == np.uint32 and near.label_type(2**32 + 1) == np.uint64
+    keys = ngrams.SortedKeys(tmp_path, (0, 2**32 - 2), 3)  # the second group reaches over 2**32
+    values = np.arange(ngrams.BANDS * 4, dtype=np.uint64).reshape(ngrams.BANDS, 4) * np.uint64(2**57)
+    for group in range(2):
+        keys.write(group, values, np.arange(4, dtype=np.uint32))
+    for band in (0, ngrams.BANDS - 1):
+        parts = [keys.read(band, part) for part in range(3)]
+        numbers = np.concatenate([numbers for _, numbers in parts])
+        assert sorted(numbers.tolist()) == [0, 1, 2, 3, 2**32 - 2, 2**32 - 1, 2**32, 2**32 + 1]
+        for part, (some, _) in enumerate(parts):
+            assert all(part * 2**64 // 3 <= key < (part + 1) * 2**64 // 3 for key in some.tolist())
+    big = np.arange(8, dtype=np.int64) + 2**32
+    states = np.full(8, near.TAKES_PART | near.IS_OPEN, dtype=np.uint8)
+    states[5] |= near.COMES_FIRST
+    numbers, run, _ = near._list_runs(np.array([9, 1, 9, 2, 1, 9, 3, 4], dtype=np.uint64), big, states)
+    assert (numbers - 2**32).tolist() == [1, 4, 5, 0, 2] and (np.diff(run) > 0).tolist() == [False, True, False, False]
+
+
+def test_what_repeats_a_dropped_document_is_compared_with_the_kept_one_of_64_bits() -> None:
+    like = np.array([0, 0, 1, 2, 4, 4], dtype=np.uint64)
+    orphans, heirs = near._find_orphans(like)
+    assert orphans.tolist() == [2, 3] and heirs.tolist() == [0, 0]
+    assert [(a.tolist(), b.tolist()) for a, b in selection.list_repeats(like)] == [([1, 2, 3, 5], [0, 1, 2, 4])]
+
+
+def test_no_document_is_no_near_duplicate(tmp_path: Path) -> None:
+    assert likes([], tmp_path / "none", []).tolist() == []
+
+
+class Watched(Exception):
+    """Raised in place of a kill."""
+
+
+def test_a_search_that_was_killed_takes_up_the_finished_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = corpus(400)
+    whole = likes(texts, tmp_path / "whole", [400])
+    (tmp_path / "texts").mkdir()
+    chunks = chunks_of(texts, tmp_path / "texts", [150, 250])
+    monkeypatch.setattr(near, "_PART", 100)
+    loaded = recipe.load(QUICKSTART, (f"data.cache_dir={tmp_path / 'cache'}", "data.dedup.method=near", "data.num_proc=1"))
+    context = Context(loaded.recipe, Cache(tmp_path / "cache", build=True))
+    done, plain = list[tuple[int, int]](), near._find_repeats
+    left = 30
+
+    def count(task: near.Range) -> workers.Arrays:
+        """Do a range, until `left` were done."""
+        if len(done) == left:
+            raise Watched
+        done.append((task.band, task.part))
+        return plain(task)
+
+    monkeypatch.setattr(near, "_find_repeats", count)
+
+    def search(name: str) -> npt.NDArray[Any]:
+        """like.npy of a new directory."""
+        directory = tmp_path / name
+        directory.mkdir()
+        states = np.full(400, near.TAKES_PART | near.IS_OPEN, dtype=np.uint8)
+        near.write_likes(context, directory, chunks, states)
+        assert [path.name for path in directory.iterdir()] == ["like.npy"]
+        found: npt.NDArray[Any] = np.load(directory / "like.npy")
+        return found
+
+    with pytest.raises(Watched):
+        search("killed")
+    left = -1
+    assert np.array_equal(search("second"), whole)
+    assert done[:30] == [(band, part) for band in range(8) for part in range(4)][:30]
+    assert done[30] == (7, 2), "the first range that was not finished"
+    finished = len(done)
+    assert np.array_equal(search("third"), whole) and len(done) == finished
+    kept = sorted((tmp_path / "cache" / "chunks" / "near").rglob("*.npz"))
+    kept[0].write_bytes(b"damaged")
+    assert np.array_equal(search("fourth"), whole) and len(done) == finished + 1
+
+
+def test_memory_grows_by_a_byte_a_document_in_the_parent_and_with_the_range_in_a_worker(tmp_path: Path) -> None:
+    """Without any equal keys, so that nothing is compared: what the search itself takes, by tracemalloc."""
+    size, dice = 40_000, np.random.default_rng(5)
+
+    def measure(groups: int) -> tuple[int, int]:
+        """Most bytes allocated by (the parent's loops, a range) for groups of `size` documents."""
+        directory = tmp_path / str(groups)
+        directory.mkdir()
+        keys = ngrams.SortedKeys(directory, tuple(size * group for group in range(groups)), groups)
+        for group in range(groups):
+            values = dice.integers(0, 2**64, (ngrams.BANDS, size), dtype=np.uint64)
+            keys.write(group, values, np.arange(size, dtype=np.uint32))
+        search = near.Search(directory, keys, 0.8)
+        states = np.full(groups * size, near.TAKES_PART | near.IS_OPEN, dtype=np.uint8)
+        most = 0
+
+        def watch(_: str, function: Any, tasks: Sequence[Any]) -> Any:
+            nonlocal most
+            for task in tasks:
+                before = tracemalloc.get_traced_memory()[0]
+                tracemalloc.reset_peak()
+                yield function(task)
+                most = max(most, tracemalloc.get_traced_memory()[1] - before)
+            tracemalloc.reset_peak()
+
+        tracemalloc.start()
+        try:
+            near.find_likes(search, states, watch)
+            return tracemalloc.get_traced_memory()[1], most
+        finally:
+            tracemalloc.stop()
+
+    small, large = measure(2), measure(8)
+    assert large[1] < 1.1 * small[1] + 10_000, "a range does not grow with the corpus"
+    assert large[1] < 100 * size
+    assert large[0] < 30 * 2**20 + 8 * size, "a block of labels, not the corpus"

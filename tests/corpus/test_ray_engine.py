@@ -75,6 +75,9 @@ class FarEngine:
     def start(self, at_most: int) -> Iterator[Mapper]:
         yield self.map
 
+    def shares_cache(self) -> bool:
+        return False
+
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         for task in tasks:
             order = Order(function, task, workers.files_read(task), workers.files_written(task))

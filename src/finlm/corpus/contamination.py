@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -360,3 +361,87 @@ def _find_files(context: Context, patterns: Sequence[str]) -> list[Path]:
             )
         paths += matching
     return list(dict.fromkeys(paths))
+
+
+# Facts are numbers (1,000.50 is 1000.5) with the direction that stands before them (+ rose, - fell), Chinese numbers
+# with what they count (三季度, 第五次), words in Latin letters (COMEX), the names of companies and funds (what stands
+# before 有限公司, 银行, 基金 and the like) and of persons (after a title, or before 先生 and 女士). Other names, as a
+# share's short one without its code, are not known. Judging a pair by them costs 20 to 100 microseconds a text.
+class Facts(NamedTuple):
+    """What a text says, for covers()."""
+
+    known: frozenset[str]
+    numbers: tuple[str, ...]  # in order: the 1 of 1月 is not the 1 of 1年期
+
+
+FACTS_VERSION = 2
+
+_NUMBER = re.compile(r"(?<![0-9])[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+_BEFORE_NUMBER = re.compile(
+    r"(?:([涨升增盈高])|([跌降减亏低滑]))?[了幅超逾约近至到为达额损]{0,2}((?<![0-9A-Za-z])[-－−+＋])?\Z"
+)
+_BEFORE = 4  # characters of it at most
+_CHINESE_NUMBER = re.compile(
+    "第?[〇零一二两三四五六七八九十百千万亿]+(?:年|月|日|季|期|届|次|号|条|章|节|批|轮|成|倍|个|家|名|位|亿|元|股|度|分之)"
+)
+_WORD = re.compile("[A-Z]{2,}|[A-Za-z]{4,}")
+_KIND = (
+    "(?:股份有限公司|有限责任公司|有限公司|控股集团|集团|银行|证券|信托|保险|基金管理|"
+    "(?:债券|混合|股票|指数|货币)[\u3400-\u9fff]{0,6}基金)"
+)
+_BEGINS_KIND = re.compile(f"(?={_KIND})")
+_ORGANISATION = re.compile(f"([\u3400-\u9fffA-Za-z]{{2,6}}){_KIND}")
+_SURNAMES = (
+    "王李张刘陈杨黄赵吴周徐孙马朱胡郭何林罗高郑梁谢宋唐许韩邓冯曹彭曾肖田董潘袁蔡蒋余于杜叶程魏苏吕丁任卢姚沈钟姜崔谭陆"
+    "范汪廖石金韦贾夏付方邹熊白孟秦邱侯江尹薛闫段雷龙黎史陶贺毛郝顾龚邵万覃武钱戴严莫孔向常汤褚卫尤施华戚喻柏章云葛奚"
+)
+_PERSON = re.compile(
+    f"(?:董事长|董事|监事|经理|总监|总裁|行长|主席|秘书|董秘|会计师|代表人|分析师|记者|先后由|聘任|选举|提名)[:：]?\\s?"
+    f"([{_SURNAMES}][\u4e00-\u9fff]{{1,2}})"
+    f"|([{_SURNAMES}][\u4e00-\u9fff]{{1,2}})(?:先生|女士|同志|博士|教授)"
+)
+_SIGNS = {"-": "-", "－": "-", "−": "-", "+": "+", "＋": "+"}
+
+
+def find_facts(text: str) -> Facts:
+    """Return the facts of a text: numbers, signed as well if a direction stands before, Latin words and names."""
+    facts, numbers = set[str](), list[str]()
+    for number in _NUMBER.finditer(text):
+        plain = number[0].replace(",", "")
+        plain = (plain.rstrip("0").rstrip(".") if "." in plain else plain).lstrip("0") or "0"
+        facts.add(plain)
+        numbers.append(plain)
+        before = _BEFORE_NUMBER.search(text, max(0, number.start() - _BEFORE), number.start())
+        assert before is not None  # it may be empty
+        rose, fell, sign = before.groups()
+        direction = "+" if rose else "-" if fell else _SIGNS.get(sign, "")
+        if direction:
+            facts.add(direction + plain)
+    facts.update(_CHINESE_NUMBER.findall(text))
+    facts.update(word.lower() for word in _WORD.findall(text))
+    facts.update(f"={name}" for name in _organisations(text))
+    facts.update(f"@{after or before}" for after, before in _PERSON.findall(text))
+    return Facts(frozenset(facts), tuple(numbers))
+
+
+def _organisations(text: str) -> Iterator[str]:
+    """Yield what _ORGANISATION.findall(text) returns, ten times as fast: it looks only where a kind of firm begins."""
+    done = 0
+    for kind in _BEGINS_KIND.finditer(text):
+        for start in range(max(done, kind.start() - 6), kind.start() - 1):
+            if match := _ORGANISATION.match(text, start):
+                yield match[1]
+                done = match.end()
+                break
+
+
+def covers(left: Facts, right: Facts) -> bool:
+    """Return whether left has all facts of right, and right's numbers in their order, perhaps with others between them.
+
+    A missing sign (+ or -) counts only if left has the opposite sign.
+    """
+    for fact in right.known - left.known:
+        if fact[0] not in "+-" or ("-+"[fact[0] == "-"] + fact[1:]) in left.known:
+            return False
+    rest = iter(left.numbers)
+    return all(number in rest for number in right.numbers)

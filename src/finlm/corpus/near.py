@@ -1,25 +1,32 @@
 """Find near-duplicates from MinHash signatures: candidates of equal bands are verified and dropped for a kept document.
 
-Documents that agree in a band stand in a run of its sorted keys. The first of a run is its leader and is compared with
-the others. Those that do not duplicate it form a new run with a new leader, so work grows with the number of different
-texts in a run, not with its square. Pairs with a high estimated similarity are then compared by the exact Jaccard
+Documents that agree in a band have the same key there. In the order of preference, the first of them is a leader and is
+compared with the others. Those that do not duplicate it have a new leader, so work grows with the number of different
+texts of a key, not with its square. Pairs with a high estimated similarity are then compared by the exact Jaccard
 similarity of their 5-grams, which takes 3 microseconds for a pair of 460 characters.
 
 A document is dropped only for a kept document before it that is at least as similar as the threshold and has all of its
-figures, dates and names (find_facts), the figures in the same order. So announcements of the same form, and news that
-differ in a number, all stay.
-Documents of the held-out world come before all others.
+facts (contamination.find_facts), the figures in the same order. So announcements of the same form, and news that differ
+in a number, all stay. Documents of the held-out world come before all others.
 
-Memory is bounded: keys lie on disk, a file per band, and are sorted a few million at a time; caches of n-grams and
-refused pairs take at most 64 and 32 MB. Beyond that a document takes 40 bytes: 511 MiB for 12 million.
+Bands follow one another, since a document that one drops takes no part in the next. Within a band every key is by
+itself: workers sort the keys of groups of a million documents once, and then each task takes one range of the keys from
+all groups (_find_repeats). What a task returns depends on the texts alone, so neither the number of workers and hosts
+nor that of ranges changes a byte. What finished tasks returned is kept: a run that was killed does not do them again.
+
+Memory: the parent holds a byte a document, and writes 4 to a mapped file (8 from 2**32 documents on). A worker takes
+about 200 MB for the keys of a group, and 100 for a range; caches of n-grams and refused pairs take at most 64 and 32.
+A key that more than a million documents share takes 60 bytes for each of them. Disk: 256 bytes a document are kept, 252
+more while the search runs.
 """
 
 from __future__ import annotations
 
-import mmap
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,198 +35,173 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.step_cache import Step
-from finlm.corpus import documents, ngrams, selection
-from finlm.corpus.documents import Documents
-from finlm.corpus.workers import Arrays, ChunkTask, Context
-from finlm.rows.shards import mix
+from finlm.corpus import contamination, documents, ngrams, selection
+from finlm.corpus.workers import Arrays, ChunkTask, Context, Kept, load_kept, make_missing
+from finlm.rows.shards import GOLDEN, mix
 
 Ids = npt.NDArray[np.int64]
-Labels = npt.NDArray[np.uint32]
-Verify = Callable[[Ids, Ids], npt.NDArray[np.bool_]]
+Bools = npt.NDArray[np.bool_]
+States = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.unsignedinteger[Any]]
 
-_SORTED_AT_ONCE = 4_000_000  # documents: about 100 MB
+TAKES_PART, IS_OPEN, COMES_FIRST = 1, 2, 4  # bits of a document's state; an open document may still be dropped
+
 _ROUNDS = 6  # in each, those are looked at again whose document was itself dropped
-_LEADERS = 32  # leaders a run has at most; a run of more different texts is a frame (a date, a heading), no duplicate
+_LEADERS = 32  # leaders a key has at most; a key of more different texts is a frame (a date, a heading), no duplicate
+_GROUP = 2**20  # documents whose keys are sorted together
+_PART = 2**20  # documents of a range of keys, about
+_PAIRS_A_TASK = 2**16
+_LABELS_AT_ONCE = 2**20
 
 
-def find_likes(table: ngrams.Table, ranks: Ids, wanted: npt.NDArray[np.bool_], verify: Verify) -> tuple[Labels, int]:
-    """Find near-duplicates; return (like, the number of pairs compared).
+class Search(NamedTuple):
+    """What all tasks of a search share."""
 
-    like, uint32 [documents], has the index of the kept document that a document duplicates, else its own index. `ranks`
-    [documents] is the order of preference, lowest first; `wanted` [documents] selects documents. verify(left, right)
-    returns for each pair whether the right document adds nothing to the left one.
+    directory: Path  # of its files, which every worker sees
+    keys: ngrams.SortedKeys
+    threshold: float  # least Jaccard similarity
+    is_leak: bool = False  # a held-out document is looked for, whatever the facts; else one that makes it superfluous
+
+
+@dataclass(frozen=True)
+class Range:
+    """The documents whose key of a band lies in a range, and the file with the states of all documents."""
+
+    search: Search
+    states: Path
+    band: int
+    part: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Documents to compare, in pairs: [pairs] each."""
+
+    search: Search
+    left: Ids
+    right: Ids
+
+
+RunTasks = Callable[[str, Callable[[Any], Arrays], Sequence[Any]], Iterator[Arrays]]
+
+
+def label_type(count: int) -> np.dtype[Any]:
+    """Return the type of the labels of `count` documents: uint32 as long as it has all their indexes, then uint64."""
+    return np.dtype("<u4") if count <= 2**32 else np.dtype("<u8")
+
+
+def first_states(decision: selection.Decisions) -> States:
+    """Return the states to begin with: documents in use take part and are open, held-out ones come first."""
+    states = np.where(decision <= selection.HELD_OUT, np.uint8(TAKES_PART | IS_OPEN), np.uint8(0))
+    states[decision == selection.HELD_OUT] |= COMES_FIRST
+    return states
+
+
+def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
+    """Find near-duplicates and write like.npy into the search's directory; return the number of pairs compared.
+
+    like.npy [documents], of label_type, has the index of the kept document that a document duplicates, else its own
+    index. `states` [documents], which is changed, has TAKES_PART and IS_OPEN for documents to look at, and COMES_FIRST
+    for those preferred to all others; otherwise the first is preferred. run_tasks(name, function, tasks) yields the
+    function's arrays for each task in order; the name is unique. Raises what a task raises.
     """
-    numbers = np.arange(table.documents, dtype=np.uint32)
-    order = np.argsort(ranks, kind="stable").astype(np.uint32)
-    like, is_open, compared = numbers.copy(), wanted.copy(), 0
-    for _ in range(_ROUNDS):
-        taking_part = wanted & (like == numbers)
+    like = np.lib.format.open_memmap(
+        search.directory / "like.npy", mode="w+", dtype=label_type(len(states)), shape=states.shape
+    )
+    for first in range(0, len(like), _LABELS_AT_ONCE):
+        like[first : first + _LABELS_AT_ONCE] = np.arange(first, min(first + _LABELS_AT_ONCE, len(like)))
+    compared = 0
+    for number in range(_ROUNDS):
         for band in range(ngrams.BANDS):
-            for runs in _runs(table, band, taking_part, ranks, order):
-                compared += _drop_members(runs, like, is_open, verify)
-        orphans = np.flatnonzero(like[like] != like)  # what they were dropped for was dropped later
-        heirs = like[like[orphans]]
-        while not np.array_equal(heirs, like[heirs]):
-            heirs = like[heirs]
-        same = verify(heirs.astype(np.int64), orphans)
+            path = search.directory / f"states-{number}-{band}.npy"  # never written twice: hosts keep what they read
+            np.save(path, states)
+            ranges = [Range(search, path, band, part) for part in range(search.keys.parts)]
+            for made in run_tasks(f"round {number} band {band}", _find_repeats, ranges):
+                like[made["repeats"]] = made["like"]
+                states[made["repeats"]] &= COMES_FIRST
+                compared += int(made["compared"])
+            path.unlink()
+        orphans, heirs = _find_orphans(like)
+        starts = range(0, len(orphans), _PAIRS_A_TASK)
+        pairs = [Pairs(search, *(each[first : first + _PAIRS_A_TASK] for each in (heirs, orphans))) for first in starts]
+        answers = [made["same"] for made in run_tasks(f"round {number} orphans", _compare, pairs)]
+        same = np.concatenate([*answers, np.empty(0, dtype=np.bool_)])
         compared += len(orphans)
         like[orphans] = np.where(same, heirs, orphans)
-        is_open = np.zeros(table.documents, dtype=np.bool_)
-        is_open[orphans[~same]] = True
-        if not is_open.any():
+        for first in range(0, len(states), _LABELS_AT_ONCE):
+            states[first : first + _LABELS_AT_ONCE] &= TAKES_PART | COMES_FIRST
+        states[orphans[~same]] |= TAKES_PART | IS_OPEN
+        if same.all():
             break
-    orphans = np.flatnonzero(like[like] != like)
+    orphans, _ = _find_orphans(like)
     like[orphans] = orphans
-    return like, compared
-
-
-def _runs(
-    table: ngrams.Table, band: int, wanted: npt.NDArray[np.bool_], ranks: Ids, order: npt.NDArray[np.uint32]
-) -> Iterator[tuple[Ids, Ids]]:
-    """Yield (documents, start of each run): documents that share this band's key with another lie in the same run.
-
-    `wanted` selects documents; `ranks` has each document's rank and `order` the document of each rank. A run is sorted
-    by rank. Only a part of the keys is read and sorted at a time, to save memory.
-    """
-    if not wanted.any():
-        return
-    parts = -(-int(np.count_nonzero(wanted)) // _SORTED_AT_ONCE)
-    for packed in _by_part(table, band, wanted, ranks, parts):
-        packed.sort()
-        equal = (packed[1:] >> np.uint64(32)) == (packed[:-1] >> np.uint64(32))
-        member = np.concatenate((equal, [False])) | np.concatenate(([False], equal))
-        start = np.concatenate(([True], ~equal))[member]
-        documents = order[(packed[member] & np.uint64(2**32 - 1)).astype(np.int64)].astype(np.int64)
-        yield documents, np.flatnonzero(start)
-
-
-def _by_part(
-    table: ngrams.Table, band: int, wanted: npt.NDArray[np.bool_], ranks: Ids, parts: int
-) -> Iterator[npt.NDArray[np.uint64]]:
-    """Yield the band's keys of the wanted documents as key << 32 | rank, uint64, unsorted, in `parts` arrays.
-
-    Splits the band by key into temporary files in the table's directory, and deletes each file after yielding it.
-    """
-    paths = [table.directory / f"part-{part}.u64" for part in range(parts)]
-    for first, keys in table.keys(band):
-        chosen = np.flatnonzero(wanted[first : first + len(keys)])
-        packed = keys[chosen].astype(np.uint64) << np.uint64(32) | ranks[chosen + first].astype(np.uint64)
-        part = keys[chosen] % np.uint32(parts)
-        by_part = np.argsort(part, kind="stable")
-        ends = np.searchsorted(part[by_part], np.arange(parts), side="right")
-        for path, piece in zip(paths, np.split(packed[by_part], ends[:-1]), strict=True):
-            with path.open("ab") as file:
-                file.write(piece.tobytes())
-    for path in paths:
-        yield np.fromfile(path, dtype=np.uint64)
-        path.unlink()
-
-
-def _drop_members(runs: tuple[Ids, Ids], like: Labels, is_open: npt.NDArray[np.bool_], verify: Verify) -> int:
-    """Set like[d] to the leader for each open document d that duplicates a leader of its run.
-
-    Returns the number of pairs compared. `is_open` [documents] marks documents that may still be dropped.
-    """
-    documents, starts = runs
-    run = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(documents))))
-    compared = 0
-    for _ in range(_LEADERS):
-        in_use = like[documents] == documents
-        documents, run = documents[in_use], run[in_use]
-        if not len(documents):
-            break
-        is_leader = np.concatenate(([True], run[1:] != run[:-1]))
-        leader = documents[is_leader][np.cumsum(is_leader) - 1]
-        leader, documents, run = leader[~is_leader], documents[~is_leader], run[~is_leader]
-        asked = np.flatnonzero(is_open[documents])
-        same = asked[verify(leader[asked], documents[asked])]
-        compared += len(asked)
-        like[documents[same]] = leader[same]
+    like.flush()
     return compared
 
 
-# Facts are numbers (1,000.50 is 1000.5) with the direction that stands before them (+ rose, - fell), Chinese numbers
-# with what they count (三季度, 第五次), words in Latin letters (COMEX), the names of companies and funds (what stands
-# before 有限公司, 银行, 基金 and the like) and of persons (after a title, or before 先生 and 女士). Other names, as a
-# share's short one without its code, are not known. Judging a pair by them costs 20 to 100 microseconds a text.
-class Facts(NamedTuple):
-    """What a text says, for covers()."""
-
-    known: frozenset[str]
-    numbers: tuple[str, ...]  # in order: the 1 of 1月 is not the 1 of 1年期
-
-
-FACTS_VERSION = 2
-
-_NUMBER = re.compile(r"(?<![0-9])[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
-_BEFORE_NUMBER = re.compile(
-    r"(?:([涨升增盈高])|([跌降减亏低滑]))?[了幅超逾约近至到为达额损]{0,2}((?<![0-9A-Za-z])[-－−+＋])?\Z"
-)
-_BEFORE = 4  # characters of it at most
-_CHINESE_NUMBER = re.compile(
-    "第?[〇零一二两三四五六七八九十百千万亿]+(?:年|月|日|季|期|届|次|号|条|章|节|批|轮|成|倍|个|家|名|位|亿|元|股|度|分之)"
-)
-_WORD = re.compile("[A-Z]{2,}|[A-Za-z]{4,}")
-_KIND = (
-    "(?:股份有限公司|有限责任公司|有限公司|控股集团|集团|银行|证券|信托|保险|基金管理|"
-    "(?:债券|混合|股票|指数|货币)[\u3400-\u9fff]{0,6}基金)"
-)
-_BEGINS_KIND = re.compile(f"(?={_KIND})")
-_ORGANISATION = re.compile(f"([\u3400-\u9fffA-Za-z]{{2,6}}){_KIND}")
-_SURNAMES = (
-    "王李张刘陈杨黄赵吴周徐孙马朱胡郭何林罗高郑梁谢宋唐许韩邓冯曹彭曾肖田董潘袁蔡蒋余于杜叶程魏苏吕丁任卢姚沈钟姜崔谭陆"
-    "范汪廖石金韦贾夏付方邹熊白孟秦邱侯江尹薛闫段雷龙黎史陶贺毛郝顾龚邵万覃武钱戴严莫孔向常汤褚卫尤施华戚喻柏章云葛奚"
-)
-_PERSON = re.compile(
-    f"(?:董事长|董事|监事|经理|总监|总裁|行长|主席|秘书|董秘|会计师|代表人|分析师|记者|先后由|聘任|选举|提名)[:：]?\\s?"
-    f"([{_SURNAMES}][\u4e00-\u9fff]{{1,2}})"
-    f"|([{_SURNAMES}][\u4e00-\u9fff]{{1,2}})(?:先生|女士|同志|博士|教授)"
-)
-_SIGNS = {"-": "-", "－": "-", "−": "-", "+": "+", "＋": "+"}
+def _find_orphans(like: Labels) -> tuple[Ids, Ids]:
+    """Return the documents dropped for a document that was dropped later, and for each the kept one it leads to."""
+    orphans = [np.empty(0, dtype=np.int64)]
+    for dropped, repeated in selection.list_repeats(like):
+        orphans.append(dropped[like[repeated] != repeated])
+    those = np.concatenate(orphans)
+    heirs = like[like[those]].astype(np.int64)
+    while not np.array_equal(heirs, like[heirs]):
+        heirs = like[heirs].astype(np.int64)
+    return those, heirs
 
 
-def find_facts(text: str) -> Facts:
-    """Return the facts of a text: numbers, signed as well if a direction stands before, Latin words and names."""
-    facts, numbers = set[str](), list[str]()
-    for number in _NUMBER.finditer(text):
-        plain = number[0].replace(",", "")
-        plain = (plain.rstrip("0").rstrip(".") if "." in plain else plain).lstrip("0") or "0"
-        facts.add(plain)
-        numbers.append(plain)
-        before = _BEFORE_NUMBER.search(text, max(0, number.start() - _BEFORE), number.start())
-        assert before is not None  # it may be empty
-        rose, fell, sign = before.groups()
-        direction = "+" if rose else "-" if fell else _SIGNS.get(sign, "")
-        if direction:
-            facts.add(direction + plain)
-    facts.update(_CHINESE_NUMBER.findall(text))
-    facts.update(word.lower() for word in _WORD.findall(text))
-    facts.update(f"={name}" for name in _organisations(text))
-    facts.update(f"@{after or before}" for after, before in _PERSON.findall(text))
-    return Facts(frozenset(facts), tuple(numbers))
+def _find_repeats(task: Range) -> Arrays:
+    """Return {repeats, like, compared} of a range: documents to drop, what each repeats, and how many pairs that took.
 
-
-def _organisations(text: str) -> Iterator[str]:
-    """Yield what _ORGANISATION.findall(text) returns, ten times as fast: it looks only where a kind of firm begins."""
-    done = 0
-    for kind in _BEGINS_KIND.finditer(text):
-        for start in range(max(done, kind.start() - 6), kind.start() - 1):
-            if match := _ORGANISATION.match(text, start):
-                yield match[1]
-                done = match.end()
-                break
-
-
-def covers(left: Facts, right: Facts) -> bool:
-    """Return whether left has all facts of right, and right's numbers in their order, perhaps with others between them.
-
-    A missing sign (+ or -) counts only if left has the opposite sign.
+    Reads the keys, the states and the texts. Runs in a worker.
     """
-    for fact in right.known - left.known:
-        if fact[0] not in "+-" or ("-+"[fact[0] == "-"] + fact[1:]) in left.known:
-            return False
-    rest = iter(left.numbers)
-    return all(number in rest for number in right.numbers)
+    keys, numbers = task.search.keys.read(task.band, task.part)
+    states = np.load(task.states, mmap_mode="r")[numbers]
+    used = states & TAKES_PART != 0
+    if not (states[used] & IS_OPEN).all():  # a later round: only keys with an open document
+        used &= np.isin(keys, np.unique(keys[used & (states & IS_OPEN != 0)]))
+    numbers, run, states = _list_runs(keys[used], numbers[used], states[used])
+    repeats, like, compared = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)], 0
+    for _ in range(_LEADERS):
+        if not len(numbers):
+            break
+        is_leader = np.concatenate(([True], run[1:] != run[:-1]))
+        place = np.flatnonzero(is_leader)[np.cumsum(is_leader) - 1][~is_leader]
+        leader, leads_first = numbers[place], states[place] & COMES_FIRST != 0
+        numbers, run, states = numbers[~is_leader], run[~is_leader], states[~is_leader]
+        asked = states & IS_OPEN != 0
+        compared += int(np.count_nonzero(asked))
+        if task.search.is_leak:
+            asked &= leads_first & (states & COMES_FIRST == 0)
+        same = np.zeros(len(numbers), dtype=np.bool_)
+        same[asked] = load_verifier(task.search)(leader[asked], numbers[asked])
+        repeats.append(numbers[same])
+        like.append(leader[same])
+        numbers, run, states = numbers[~same], run[~same], states[~same]
+    return {"repeats": np.concatenate(repeats), "like": np.concatenate(like), "compared": np.array(compared)}
+
+
+def _list_runs(keys: npt.NDArray[np.uint64], numbers: Ids, states: States) -> tuple[Ids, Ids, States]:
+    """Return (document, number of its run, state) of the documents that share their key with another.
+
+    Documents of a key form a run: those that come first, then the others, each in ascending order. The arguments have
+    a value per document.
+    """
+    order = np.argsort(keys)
+    keys = keys[order]
+    equal = keys[1:] == keys[:-1]
+    is_member = np.concatenate((equal, [False])) | np.concatenate(([False], equal))
+    run = np.cumsum(np.concatenate(([True], ~equal)))[is_member] if len(keys) else np.empty(0, dtype=np.int64)
+    members = order[is_member[: len(order)]]
+    numbers, states = numbers[members], states[members]
+    order = np.lexsort((numbers, states & COMES_FIRST == 0, run))
+    return numbers[order], run[order], states[order]
+
+
+def _compare(task: Pairs) -> Arrays:
+    """Return {same}: bool [pairs], whether the right document repeats the left one. Runs in a worker."""
+    return {"same": load_verifier(task.search)(task.left, task.right)}
 
 
 # An estimate lies this far below the truth once in a million pairs of long documents; of short ones, whose empty bins
@@ -234,39 +216,36 @@ _KEPT_MAPS = 64  # chunks, of 8 MB or one longer document
 _KEPT_FACTS = 20_000  # documents: about 40 MB
 
 
+@lru_cache(maxsize=1)
+def load_verifier(search: Search) -> Verifier:
+    """Return the Verifier of a search, the same for all its tasks in this process."""
+    return Verifier(ngrams.Catalog.read(search.directory), search.threshold, by_facts=not search.is_leak)
+
+
 class Verifier:
     """Callable that returns for pairs of document indexes, in any order, whether the right document repeats the left.
 
-    Reads the texts from the chunks when needed, and keeps n-grams, facts and refused pairs in bounded caches.
+    Reads signatures and texts from the chunks when needed, and keeps n-grams, facts and refused pairs in bounded
+    caches.
     """
 
-    def __init__(
-        self,
-        table: ngrams.Table,
-        chunks: Sequence[documents.Chunk],
-        text_bytes: npt.NDArray[np.integer],
-        threshold: float,
-        by_facts: bool = True,
-    ) -> None:
-        """Keep the signatures, the chunks with the texts, and the size of each text in bytes: [documents].
+    def __init__(self, catalog: ngrams.Catalog, threshold: float, by_facts: bool = True) -> None:
+        """Keep the catalog of the chunks, and the least Jaccard similarity `threshold`.
 
-        `threshold` is the least Jaccard similarity. With `by_facts`, the right document must have no fact that left
-        lacks.
+        With `by_facts`, the right document must have no fact that left lacks.
         """
         self._by_facts = by_facts
-        self._table = table
-        self._chunks = chunks
-        self._first = np.array([chunk.rows.start for chunk in chunks])
-        self._map = lru_cache(_KEPT_MAPS)(lambda number: _map_file(chunks[number].path))
-        self._bytes = text_bytes
-        self._start = np.concatenate(([0], np.cumsum(text_bytes, dtype=np.int64)))  # as if the chunks were one file
+        self._catalog = catalog
         self._threshold = threshold
+        self._text = lru_cache(_KEPT_MAPS)(catalog.map_text)
+        self._ends = lru_cache(_KEPT_MAPS)(catalog.read_ends)
+        self._signatures = lru_cache(_KEPT_MAPS)(catalog.map_signatures)
         self._grams: dict[int, ngrams.Distinct] = {}
         self._count = 0  # n-grams in it
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, contamination.Facts] = {}
         self._refused = np.zeros(_KEPT_PAIRS, dtype=np.uint64)  # by the end of its hash; a later pair replaces one
 
-    def __call__(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
+    def __call__(self, left: Ids, right: Ids) -> Bools:
         """Return bool [pairs]: whether right is at least as similar as the threshold and, if by_facts, adds no fact.
 
         For texts over 4 MiB the estimated similarity is used, for others the exact similarity.
@@ -274,29 +253,25 @@ class Verifier:
         same = np.zeros(len(left), dtype=np.bool_)
         for first in range(0, len(left), _PAIRS_AT_ONCE):
             here = slice(first, first + _PAIRS_AT_ONCE)
-            estimate = self._table.similarity(left[here], right[here])
-            longer = np.maximum(self._bytes[left[here]], self._bytes[right[here]])
-            huge = (longer > _HUGE) & (estimate >= self._threshold)
-            pair = left[here].astype(np.uint64) << np.uint64(32) | right[here].astype(np.uint64)
+            estimate = ngrams.similarity(self._sign(left[here]), self._sign(right[here]))
+            close = np.flatnonzero(estimate >= self._threshold - _MARGIN)
+            lefts, rights = left[here][close], right[here][close]
+            pair = mix(lefts.astype(np.uint64) * GOLDEN) + rights.astype(np.uint64)  # two are equal once in 2**64
             place = mix(pair) % np.uint64(_KEPT_PAIRS)
-            close = (estimate >= self._threshold - _MARGIN) & (self._refused[place] != pair)
-            likely = first + np.flatnonzero(close & (longer <= _HUGE))
-            for some in self._batches(likely, left, right):
-                same[some] = self._compare_pairs(left[some], right[some])
-            for number in (first + np.flatnonzero(huge)).tolist():
-                same[number] = self._says_nothing_new(int(left[number]), int(right[number]))
-            refused = likely[~same[likely]] - first
+            sizes = self._sizes(lefts), self._sizes(rights)
+            is_huge = np.maximum(*sizes) > _HUGE
+            likely = np.flatnonzero((self._refused[place] != pair) & ~is_huge)
+            repeats = np.zeros(len(close), dtype=np.bool_)
+            total = np.cumsum(sizes[0][likely] + sizes[1][likely])
+            batches = ngrams.split(likely, np.flatnonzero(np.diff(total // _BYTES_AT_ONCE)) + 1)
+            for some in batches if len(likely) else ():
+                repeats[some] = self._compare_pairs(lefts[some], rights[some])
+            for number in np.flatnonzero(is_huge & (estimate[close] >= self._threshold)).tolist():
+                repeats[number] = self._says_nothing_new(int(lefts[number]), int(rights[number]))
+            refused = likely[~repeats[likely]]
             self._refused[place[refused]] = pair[refused]
+            same[first + close] = repeats
         return same
-
-    def _batches(self, pairs: Ids, left: Ids, right: Ids) -> Iterator[Ids]:
-        """Yield the indexes of pairs in groups whose texts together have about 16 MiB; yields nothing without pairs.
-
-        `pairs` are indexes into `left` and `right`, which have a document each.
-        """
-        total = np.cumsum(self._bytes[left[pairs]].astype(np.int64) + self._bytes[right[pairs]])
-        batch = total // _BYTES_AT_ONCE
-        yield from np.split(pairs, np.flatnonzero(np.diff(batch)) + 1) if len(pairs) else ()
 
     def _compare_pairs(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
         """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true.
@@ -331,118 +306,147 @@ class Verifier:
             self._facts.clear()
         for number in (left, right):
             if number not in self._facts:
-                self._facts[number] = find_facts(self._read(np.array([number]))[0].decode("utf-8"))
-        return covers(self._facts[left], self._facts[right])
+                self._facts[number] = contamination.find_facts(self._read(np.array([number]))[0].decode("utf-8"))
+        return contamination.covers(self._facts[left], self._facts[right])
 
-    def _read(self, ids: Ids) -> tuple[bytes, npt.NDArray[np.int64]]:
+    def _sign(self, ids: Ids) -> ngrams.Signatures:
+        """Return the documents' signatures: [ids, BINS]."""
+        signatures = np.empty((len(ids), ngrams.BINS), dtype=np.uint16)
+        for number, places, inside in self._by_chunk(ids):
+            signatures[places] = self._signatures(number)[inside]
+        return signatures
+
+    def _sizes(self, ids: Ids) -> Ids:
+        """Return the size of each text in bytes."""
+        sizes = np.empty(len(ids), dtype=np.int64)
+        for number, places, inside in self._by_chunk(ids):
+            ends = self._ends(number)
+            sizes[places] = ends[inside + 1] - ends[inside]
+        return sizes
+
+    def _by_chunk(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Yield (number of the chunk, places of its documents in `ids`, their numbers within the chunk)."""
+        numbers, inside = self._catalog.locate(ids)
+        order = np.argsort(numbers, kind="stable")
+        for places in ngrams.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            if len(places):
+                yield int(numbers[places[0]]), places, inside[places]
+
+    def _read(self, ids: Ids) -> tuple[bytes, Ids]:
         """Return (UTF-8 texts end to end, byte offset of the end of each); `ids` must ascend."""
-        numbers = np.searchsorted(self._first, ids, side="right") - 1
-        starts, sizes = self._start[ids] - self._start[self._first[numbers]], self._bytes[ids].astype(np.int64)
-        places = zip(numbers.tolist(), starts.tolist(), sizes.tolist(), strict=True)
-        return b"".join(self._map(number)[start : start + size] for number, start, size in places), np.cumsum(sizes)
+        numbers, inside = self._catalog.locate(ids)
+        texts = []
+        for number, place in zip(numbers.tolist(), inside.tolist(), strict=True):
+            start, end = self._ends(number)[place : place + 2].tolist()
+            texts.append(self._text(number)[start:end])
+        return b"".join(texts), np.cumsum([len(text) for text in texts], dtype=np.int64)
 
 
-def _map_file(path: Path) -> mmap.mmap | bytes:
-    """Return a file's bytes, mapped into memory unless it is empty."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
-
-
-VERSION = 2
-
-
-def find_near_duplicates(
-    context: Context, read: Documents, others: Mapping[str, Any], settle: Callable[[], selection.Decisions]
-) -> Step | None:
-    """Run the step `near_duplicates` unless cached; it writes like.npy (see find_likes).
-
-    None unless data.dedup.method is near. settle() returns the decisions of selection.settle, which depend on `others`;
-    it is called only if the step is not in the cache. Prints the counts. Raises NotPrepared if the step is missing and
-    the cache may not build.
-    """
-    settings = context.data.dedup
-    if settings.method != "near":
-        return None
-
-    def make(directory: Path) -> dict[str, int]:
-        """Write like.npy into directory; return the counts of the manifest."""
-        table, settled = selection.Table.read(read.chunks), settle()
-        signatures = _sign(context, directory, read.chunks)
-        verify = Verifier(signatures, read.chunks, table.text_bytes, settings.threshold)
-        wanted = (settled <= selection.HELD_OUT) & _find_signed(signatures)
-        ranks = np.empty(len(settled), dtype=np.int64)
-        ranks[np.argsort(settled != selection.HELD_OUT, kind="stable")] = np.arange(len(settled))
-        like, compared = find_likes(signatures, ranks, wanted, verify)
-        signatures.remove()
-        np.save(directory / "like.npy", like)
-        return {"compared": compared, "duplicates": int(np.count_nonzero(like != np.arange(len(like))))}
-
-    depends_on = {
-        "version": [VERSION, FACTS_VERSION, ngrams.SIGNATURE_VERSION],
-        "threshold": settings.threshold,
-        **others,
-    }
-    step = context.cache.step("near_duplicates", depends_on, make, read.count * (5 + 2 * ngrams.BYTES_A_DOCUMENT))
-    context.say(
-        step,
-        f"{step.manifest['duplicates']:,} of {read.count:,} documents are near-duplicates of one that is kept "
-        f"({step.manifest['compared']:,} pairs compared)",
-    )
-    return step
+VERSION = 3
 
 
 def count_leak(
-    context: Context, directory: Path, read: Documents, table: selection.Table, decision: selection.Decisions
+    context: Context, directory: Path, read: documents.Documents, decision: selection.Decisions
 ) -> dict[str, int]:
     """Return how many training documents are as similar to a held-out one as the threshold, whatever their facts.
 
     Returns {"documents": such training documents, "held_out": the distinct held-out documents that they match}. Writes
-    temporary signature files into `directory`.
+    temporary files into `directory`.
     """
-    signatures, held_out = _sign(context, directory, read.chunks), decision == selection.HELD_OUT
-    compare = Verifier(signatures, read.chunks, table.text_bytes, context.data.dedup.threshold, by_facts=False)
-
-    def verify(left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
-        """Return bool [pairs]: whether left is held out, right is not, and both are similar."""
-        same: npt.NDArray[np.bool_] = held_out[left] & ~held_out[right]
-        same[same] = compare(left[same], right[same])
-        return same
-
-    ranks = np.empty(len(decision), dtype=np.int64)
-    ranks[np.argsort(~held_out, kind="stable")] = np.arange(len(decision))
-    wanted = (decision <= selection.HELD_OUT) & _find_signed(signatures)
-    like, _ = find_likes(signatures, ranks, wanted, verify)
-    signatures.remove()
-    leaked = like[like != np.arange(len(like))]
-    return {"documents": len(leaked), "held_out": len(np.unique(leaked))}
+    write_likes(context, directory, read.chunks, first_states(decision), is_leak=True)
+    like = np.load(directory / "like.npy", mmap_mode="r")
+    leaked = [held_out for _, held_out in selection.list_repeats(like)]
+    (directory / "like.npy").unlink()
+    return {"documents": sum(map(len, leaked)), "held_out": len(np.unique(np.concatenate(leaked)))}
 
 
-def read_likes(step: Step | None) -> npt.NDArray[np.uint32] | None:
-    """Return the like.npy of a near_duplicates step, uint32 [documents]; None without a step."""
-    return None if step is None else np.load(step.path / "like.npy")
+def read_likes(step: Step | None) -> Labels | None:
+    """Return the like.npy of a near_duplicates step, mapped into memory: [documents]; None without a step."""
+    return None if step is None else np.load(step.path / "like.npy", mmap_mode="r")
 
 
-def _sign(context: Context, directory: Path, chunks: Sequence[documents.Chunk]) -> ngrams.Table:
-    """Compute the signatures of all chunks in workers, write them to files in `directory`, and return their table."""
-    version = ngrams.SIGNATURE_VERSION
-    tasks = [(files.sha256_json([version, chunk.key]), ChunkTask(chunk.path)) for chunk in chunks]
-    writer = ngrams.Writer(directory)
-    for made in context.map_kept("signatures", _sign_chunk, tasks):
-        writer.append(made["signatures"], made["keys"])
-    writer.close()
-    return ngrams.Table(directory, writer.documents)
+@dataclass(frozen=True)
+class Group:
+    """Chunks whose keys are sorted together, and the kept signatures of each."""
+
+    keys: ngrams.SortedKeys
+    number: int
+    signed: tuple[Kept[ChunkTask], ...]
+    documents: int
 
 
-def _sign_chunk(task: ChunkTask) -> Arrays:
-    signatures, keys = ngrams.sign_chunk(task.chunk)
-    return {"signatures": signatures, "keys": keys}
+def write_likes(
+    context: Context, directory: Path, chunks: Sequence[documents.Chunk], states: States, is_leak: bool = False
+) -> int:
+    """Sign all chunks, sort their keys, and write like.npy into `directory`; return the number of pairs compared.
+
+    See find_likes; `states` is changed. Writes temporary files into `directory` too, and removes them.
+    """
+    keys = [files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]) for chunk in chunks]
+    tasks = [ChunkTask(chunk.path) for chunk in chunks]
+    signed = list(context.make_kept("signatures", sign_chunk, list(zip(keys, tasks, strict=True))))
+    ngrams.Catalog.write(directory, chunks, [kept.path for kept in signed])
+    search, groups = plan_search(directory, chunks, signed, context.data.dedup.threshold, is_leak)
+    parts, digest = search.keys.parts, files.sha256_json([keys, hashlib.sha256(states.data).hexdigest()])
+    about = [VERSION, contamination.FACTS_VERSION, search.threshold, is_leak, parts, digest]
+
+    with context.start_sharing(max(len(groups), parts)) as run:
+
+        def run_tasks(name: str, function: Callable[[Any], Arrays], tasks: Sequence[Any]) -> Iterator[Arrays]:
+            """Yield function(task) for each task in order; keep what it returned unless there is a single range."""
+            if parts == 1:
+                return map(function, tasks)
+            named = [(files.sha256_json([about, name, number]), task) for number, task in enumerate(tasks)]
+            return map(load_kept, make_missing("near", context.list_kept("near", function, named), run))
+
+        for _ in run(sort_group, groups):
+            pass
+        compared = find_likes(search, states, run_tasks)
+    load_verifier.cache_clear()
+    search.keys.remove()
+    ngrams.Catalog.remove(directory)
+    return compared
 
 
-def _find_signed(table: ngrams.Table) -> npt.NDArray[np.bool_]:
-    """Return bool [documents]: whether the document has a signature, that is at least one 5-gram."""
+def plan_search(
+    directory: Path,
+    chunks: Sequence[documents.Chunk],
+    signed: Sequence[Kept[ChunkTask]],
+    threshold: float,
+    is_leak: bool = False,
+) -> tuple[Search, list[Group]]:
+    """Return the search for near-duplicates of these chunks, and the groups to sort before (sort_group).
 
-    def blocks() -> Iterator[npt.NDArray[np.bool_]]:
-        for first in range(0, table.documents, 2**18):
-            yield ngrams.has_signature(table.signatures()[first : first + 2**18])
+    `signed` has the kept signatures of each chunk; the search's files will lie in `directory`.
+    """
+    limits, first = [0], 0
+    for number, chunk in enumerate(chunks, 1):
+        if chunk.rows.stop - first >= _GROUP or number == len(chunks):
+            limits.append(number)
+            first = chunk.rows.stop
+    firsts = tuple(chunks[start].rows.start for start in limits[:-1])
+    count = chunks[-1].rows.stop if chunks else 0
+    keys = ngrams.SortedKeys(directory, firsts, max(1, -(-count // _PART)))
+    groups = [
+        Group(keys, number, tuple(signed[start:end]), chunks[end - 1].rows.stop - chunks[start].rows.start)
+        for number, (start, end) in enumerate(pairwise(limits))
+    ]
+    return Search(directory, keys, threshold, is_leak), groups
 
-    return np.concatenate([*blocks(), np.empty(0, dtype=np.bool_)])
+
+def sign_chunk(task: ChunkTask) -> Arrays:
+    """Return {signatures} of a chunk: uint16 [documents, BINS]. Runs in a worker."""
+    return {"signatures": ngrams.sign_chunk(task.chunk)}
+
+
+def sort_group(group: Group) -> None:
+    """Write a group's sorted keys, computed from its kept signatures; damaged ones are made again. Runs in a worker."""
+    keys = np.empty((ngrams.BANDS, group.documents), dtype=np.uint64)
+    signed, done, first = np.empty(group.documents, dtype=np.uint32), 0, 0
+    for kept in group.signed:
+        signatures = load_kept(kept)["signatures"]
+        here = np.flatnonzero(ngrams.has_signature(signatures))
+        keys[:, done : done + len(here)] = ngrams.band_keys(signatures[here])
+        signed[done : done + len(here)] = here + first
+        done, first = done + len(here), first + len(signatures)
+    group.keys.write(group.number, keys[:, :done], signed[:done])

@@ -13,6 +13,7 @@ next full one before it. A bin keeps 16 bits: two different values look equal on
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +147,7 @@ def _letters() -> npt.NDArray[np.uint16]:
     return table
 
 
-SIGNATURE_VERSION = 2
+SIGNATURE_VERSION = 3
 SHINGLE = 5
 BINS = 128
 # 21 bands of 6 bins find a pair of similarity 0.8 with probability 1 - (1 - 0.8^6)^21 = 0.998, one of 0.5 with 0.28;
@@ -155,16 +157,20 @@ BANDS, ROWS = 21, 6
 _EMPTY = np.uint32(2**32 - 1)
 
 Signatures = npt.NDArray[np.uint16]
-Keys = npt.NDArray[np.uint32]
+Ids = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
 
 
-def sign_chunk(path: Path) -> tuple[Signatures, Keys]:
-    """Return the signatures and band keys of a chunk of the documents step (see sign_block). Runs in a worker."""
+def sign_chunk(path: Path) -> Signatures:
+    """Return the signatures of a chunk of the documents step (see sign_block); reads its .txt and .npy."""
     return sign_block(path.read_bytes(), documents.read_index(path)["end"])
 
 
-def sign_block(data: bytes, ends: npt.NDArray[np.integer]) -> tuple[Signatures, Keys]:
-    """Return (signatures uint16 [documents, BINS], band keys uint32 [BANDS, documents]) of UTF-8 texts end to end."""
+def sign_block(data: bytes, ends: npt.NDArray[np.integer]) -> Signatures:
+    """Return the signatures of UTF-8 texts end to end, uint16 [documents, BINS]: zeros for a text without a 5-gram.
+
+    `ends` [documents] has the byte offset of each text's end.
+    """
     signatures = np.zeros((len(ends), BINS), dtype=np.uint16)
     for first, here, limits in blocks(data, ends):
         if len(limits) > 1:
@@ -173,7 +179,7 @@ def sign_block(data: bytes, ends: npt.NDArray[np.integer]) -> tuple[Signatures, 
         else:
             minima = _long_document_minima(here)
         signatures[first : first + len(limits)] = _densify(minima)
-    return signatures, band_keys(signatures)
+    return signatures
 
 
 def has_signature(signatures: Signatures) -> npt.NDArray[np.bool_]:
@@ -183,12 +189,15 @@ def has_signature(signatures: Signatures) -> npt.NDArray[np.bool_]:
 
 
 def band_keys(signatures: Signatures) -> Keys:
-    """Return a key per band and document, uint32 [BANDS, documents], equal if the band's signature values are equal."""
+    """Return a key per band and document, uint64 [BANDS, documents], equal if the band's signature values are equal.
+
+    Different values have the same key once in 2**64 pairs.
+    """
     total = np.zeros((len(signatures), BANDS), dtype=np.uint64)
     for row in range(ROWS):
         total *= GOLDEN
         total += signatures[:, row * BANDS : (row + 1) * BANDS]
-    return np.ascontiguousarray((mix(total) >> np.uint64(32)).astype(np.uint32).T)
+    return np.ascontiguousarray(mix(total).T)
 
 
 def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float32]:
@@ -248,74 +257,133 @@ def _densify(minima: npt.NDArray[np.uint32]) -> Signatures:
     return np.take_along_axis(signatures, before.astype(np.intp), axis=1)
 
 
-_ROWS_AT_ONCE, _READ_AT_ONCE = 2**15, 2**20
-_SIGNATURES = "signatures.u16"
-BYTES_A_DOCUMENT = 2 * BINS + 4 * BANDS  # on disk
+BYTES_A_DOCUMENT = 2 * BINS  # of the signatures, which are kept
+SORTED_BYTES_A_DOCUMENT = BANDS * (8 + 4)  # of the sorted keys, as long as the search runs
 
 
 @dataclass(frozen=True)
-class Table:
-    """The signatures of all documents on disk, in the documents' order."""
+class SortedKeys:
+    """The band keys of all documents, in files of sorted keys on disk: a file per group of documents.
+
+    The keys are cut into `parts` ranges of equal length, so that a worker reads the documents of one range alone.
+    """
 
     directory: Path
-    documents: int
+    firsts: tuple[int, ...]  # the first document of each group
+    parts: int
 
-    def signatures(self) -> npt.NDArray[np.uint16]:
-        """Return the signatures as a read-only memory map: [documents, BINS]."""
-        shape = (self.documents, BINS)
-        return np.memmap(self.directory / _SIGNATURES, dtype="<u2", mode="r", shape=shape)
+    def path(self, group: int) -> Path:
+        """Return the file of a group, which need not exist."""
+        return self.directory / f"keys-{group:06d}.bin"
+
+    def write(self, group: int, keys: Keys, signed: npt.NDArray[np.uint32]) -> None:
+        """Write the file of a group: the keys [BANDS, documents] of its documents with a signature.
+
+        `signed` [documents], below 2**32, has the number of each within its group. Takes 20 bytes a document of memory
+        besides the arguments.
+        """
+        limits = np.array([part * 2**64 // self.parts for part in range(1, self.parts)], dtype=np.uint64)
+        starts = np.zeros((BANDS, self.parts + 1), dtype="<i8")
+        with self.path(group).open("wb") as file:
+            file.seek(8 + starts.nbytes)
+            for band in range(BANDS):
+                order = np.argsort(keys[band])
+                in_order = keys[band][order]
+                starts[band] = 0, *np.searchsorted(in_order, limits), len(order)
+                file.write(in_order.astype("<u8", copy=False).tobytes())
+                file.write(signed[order].astype("<u4", copy=False).tobytes())
+            file.seek(0)
+            file.write(np.int64(len(signed)).astype("<i8").tobytes() + starts.tobytes())
+
+    def read(self, band: int, part: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Return the keys of a band that lie in a range, and the document of each, group after group.
+
+        Raises OSError for a missing or shortened file.
+        """
+        keys, numbers = [np.empty(0, dtype="<u8")], [np.empty(0, dtype=np.int64)]
+        for group, first in enumerate(self.firsts):
+            with self.path(group).open("rb", buffering=0) as file:
+                count = int(_read_at(file.fileno(), "<i8", 0, 1)[0])
+                start, end = _read_at(file.fileno(), "<i8", 8 + 8 * (band * (self.parts + 1) + part), 2).tolist()
+                here = 8 + 8 * BANDS * (self.parts + 1) + 12 * band * count
+                keys.append(_read_at(file.fileno(), "<u8", here + 8 * start, end - start))
+                inside = _read_at(file.fileno(), "<u4", here + 8 * count + 4 * start, end - start)
+            numbers.append(inside.astype(np.int64) + first)
+        return np.concatenate(keys), np.concatenate(numbers)
 
     def remove(self) -> None:
-        """Delete the table's files from its directory."""
-        for path in (self.directory / _SIGNATURES, *self.directory.glob("band-*.u32")):
-            path.unlink()
-
-    def similarity(self, left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return the estimated Jaccard similarity of pairs of documents: float32 [pairs]."""
-        estimate = np.empty(len(left), dtype=np.float32)
-        with (self.directory / _SIGNATURES).open("rb") as file:
-            for first in range(0, len(left), _ROWS_AT_ONCE):
-                here = slice(first, first + _ROWS_AT_ONCE)
-                rows = (_read_rows(file.fileno(), side[here]) for side in (left, right))
-                estimate[here] = similarity(*rows)
-        return estimate
-
-    def keys(self, band: int) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Yield (index of the first document, keys uint32) of a band, in blocks of at most 2**20 documents."""
-        path = self.directory / f"band-{band:02d}.u32"
-        for first in range(0, self.documents, _READ_AT_ONCE):
-            yield first, np.fromfile(path, dtype="<u4", count=_READ_AT_ONCE, offset=4 * first)
+        """Delete the files."""
+        for group in range(len(self.firsts)):
+            self.path(group).unlink()
 
 
-def _read_rows(file: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
-    """Read the signatures of single documents from an open file descriptor: [ids, BINS].
+def _read_at(file: int, kind: str, offset: int, count: int) -> npt.NDArray[Any]:
+    """Read `count` values of a NumPy type at a byte offset of a file. Raises OSError if the file is shorter."""
+    size = np.dtype(kind).itemsize * count
+    data = os.pread(file, size, offset)
+    if len(data) != size:
+        raise OSError(f"{size:,} bytes wanted at {offset:,}, {len(data):,} read")
+    return np.frombuffer(data, dtype=kind)
 
-    A memory map would take 64 KiB into memory for 256 bytes.
-    """
-    size = 2 * BINS
-    parts = [os.pread(file, size, size * number) for number in ids.tolist()]
-    return np.frombuffer(b"".join(parts), dtype="<u2").reshape(len(parts), BINS)
+
+_CATALOG = ("firsts.npy", "texts.npy", "signatures.npy")
 
 
-class Writer:
-    """Appends blocks of signatures to the files of a Table."""
+@dataclass(frozen=True)
+class Catalog:
+    """The files of all chunks in order, in arrays that are mapped into memory: a worker holds no list of them."""
 
-    def __init__(self, directory: Path) -> None:
-        self._signatures = (directory / _SIGNATURES).open("wb")
-        self._bands = [(directory / f"band-{band:02d}.u32").open("wb") for band in range(BANDS)]
-        self.documents = 0
+    firsts: Ids  # the first document of each
+    texts: npt.NDArray[np.bytes_]
+    signatures: npt.NDArray[np.bytes_]
 
-    def append(self, signatures: Signatures, keys: Keys) -> None:
-        """Append the next block of documents: signatures [documents, BINS] and keys [BANDS, documents]."""
-        self._signatures.write(signatures.astype("<u2", copy=False).tobytes())
-        for file, band in zip(self._bands, keys, strict=True):
-            file.write(band.astype("<u4", copy=False).tobytes())
-        self.documents += len(signatures)
+    @staticmethod
+    def write(directory: Path, chunks: Sequence[documents.Chunk], signatures: Sequence[Path]) -> None:
+        """Write the catalog's files into a directory; `signatures` has the .npz with the signatures of each chunk."""
+        arrays = (
+            np.array([chunk.rows.start for chunk in chunks], dtype=np.int64),
+            np.array([bytes(chunk.path) for chunk in chunks], dtype=np.bytes_),
+            np.array([bytes(path) for path in signatures], dtype=np.bytes_),
+        )
+        for name, array in zip(_CATALOG, arrays, strict=True):
+            np.save(directory / name, array)
 
-    def close(self) -> None:
-        """Flush and close all files."""
-        for file in (self._signatures, *self._bands):
-            file.close()
+    @staticmethod
+    def remove(directory: Path) -> None:
+        """Delete the catalog's files."""
+        for name in _CATALOG:
+            (directory / name).unlink()
+
+    @classmethod
+    def read(cls, directory: Path) -> Catalog:
+        """Return the catalog in a directory. Raises FileNotFoundError without one."""
+        return cls(*(np.load(directory / name, mmap_mode="r") for name in _CATALOG))
+
+    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return (number of its chunk, number within the chunk) of each document."""
+        numbers = np.searchsorted(self.firsts, ids, side="right") - 1
+        return numbers, ids - self.firsts[numbers]
+
+    def map_text(self, number: int) -> mmap.mmap | bytes:
+        """Return the texts of a chunk, UTF-8 end to end, mapped into memory unless there are none."""
+        with Path(os.fsdecode(self.texts[number])).open("rb") as file:
+            is_empty = not os.fstat(file.fileno()).st_size
+            return b"" if is_empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+    def read_ends(self, number: int) -> Ids:
+        """Return 0 and the byte offset of the end of each text of a chunk: int64 [documents + 1]."""
+        index = documents.read_index(Path(os.fsdecode(self.texts[number])))
+        return np.concatenate(([0], index["end"].astype(np.int64)))
+
+    def map_signatures(self, number: int) -> Signatures:
+        """Return the signatures of a chunk, mapped into memory: [documents, BINS]. Its .npz must not be compressed."""
+        path = Path(os.fsdecode(self.signatures[number]))
+        with ZipFile(path) as archive, path.open("rb") as file:
+            file.seek(archive.getinfo("signatures.npy").header_offset + 26)  # the lengths of its name and extra field
+            file.seek(int(np.frombuffer(file.read(4), dtype="<u2").sum()), os.SEEK_CUR)
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            return np.memmap(path, dtype=dtype, mode="r", offset=file.tell(), shape=shape)
 
 
 def unmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

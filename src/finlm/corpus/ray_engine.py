@@ -212,10 +212,18 @@ class RayEngine:
         if at_most <= 1:
             yield partial(workers.map_in_order, None, 1)
             return
+        yield self._connect().map_in_order
+
+    def shares_cache(self) -> bool:
+        """Return whether all hosts of the cluster share data.cache_dir. Connects and raises as start() does."""
+        return self._connect().shares_cache
+
+    def _connect(self) -> _Connection:
+        """Return the connection to the cluster; the first call opens it."""
         if self._run is None:
             address = self._held.enter_context(self._open_cluster())
             self._run = self._held.enter_context(_connect(address, self._cache, self._num_proc, self._reads))
-        yield self._run.map_in_order
+        return self._run
 
 
 @contextmanager
@@ -279,7 +287,7 @@ class _Connection:
 
         self._expected, self._num_proc, self._lost = expected, num_proc, set[str]()
         self.done: Counter[str] = Counter()  # tasks by host
-        self._store: Any = None
+        self._store: Any = None  # where a host does not share the cache
         self._work = ray.remote(num_cpus=1, max_retries=RETRIES)(work)
 
     def check_hosts(self) -> None:
@@ -306,6 +314,11 @@ class _Connection:
             f"Ray: {self.count} workers on {', '.join(names)}"
             + (f"; chunks of {', '.join(apart)}, which do not share data.cache_dir, are sent here" if apart else "")
         )
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether all hosts share data.cache_dir; known after check_hosts()."""
+        return self._store is None
 
     @property
     def count(self) -> int:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +147,7 @@ def hold_out(
     splits: Sequence[str],
     settings: Data,
     settled: Decisions,
-    like: npt.NDArray[np.uint32] | None = None,
+    like: npt.NDArray[Any] | None = None,
     prompts: npt.NDArray[np.uint64] | None = None,
 ) -> Decisions:
     """Return a copy of `settled` with near-duplicates dropped, and with documents of split "share" held out.
@@ -158,9 +159,9 @@ def hold_out(
     decision, equal = settled.copy(), equal_texts(table.hash)
     together, hashes = (equal, table.hash) if prompts is None else (equal_texts(prompts), prompts)
     if like is not None:
-        repeats = np.flatnonzero(like != np.arange(len(like)))
-        of_world = (settled[like[repeats]] == HELD_OUT) & (settled[repeats] != HELD_OUT)
-        decision[repeats] = np.where(of_world, NEAR_HELD_OUT, NEAR_DUPLICATE)
+        for repeats, repeated in list_repeats(like):
+            of_world = (settled[repeated] == HELD_OUT) & (settled[repeats] != HELD_OUT)
+            decision[repeats] = np.where(of_world, NEAR_HELD_OUT, NEAR_DUPLICATE)
     apart = _find_apart(table, splits, settings)
     for number, split in enumerate(splits):
         if split == "share":
@@ -194,6 +195,17 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
         limit = np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
         apart |= (table.group <= max(limit, values[0])) & (table.group < values[-1])
     return apart
+
+
+def list_repeats(like: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield (documents that repeat another, the document that each repeats), for blocks of 2**20 documents.
+
+    `like` [documents] has the index of what a document repeats, else its own. A block may have no such documents.
+    """
+    for first in range(0, len(like), 2**20):
+        here = np.array(like[first : first + 2**20], dtype=np.int64)
+        repeats = np.flatnonzero(here != np.arange(first, first + len(here)))
+        yield repeats + first, here[repeats]
 
 
 def equal_texts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,10 +239,44 @@ def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
     # bytes, and 24 with its tokens.
     needed = text_bytes + 2 * text_bytes * token_bytes // 4 + count * (28 + 2 * 24)
     if context.data.dedup.method == "near":
-        needed += 2 * count * ngrams.BYTES_A_DOCUMENT
+        needed += count * (5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT)
     step_cache.require_space(context.cache.directory, needed, "documents to shards")
     if settings.pieces is not None:
         vocabulary.check_memory(min(settings.sample_bytes, text_bytes))
+
+
+def find_near_duplicates(
+    context: Context, read: Documents, others: Mapping[str, Any], settle: Callable[[], selection.Decisions]
+) -> Step | None:
+    """Run the step `near_duplicates` unless cached; it writes like.npy (see near.find_likes).
+
+    None unless data.dedup.method is near. settle() returns the decisions of selection.settle, which depend on `others`;
+    it is called only if the step is not in the cache. Prints the counts. Raises NotPrepared if the step is missing and
+    the cache may not build.
+    """
+    settings = context.data.dedup
+    if settings.method != "near":
+        return None
+
+    def make(directory: Path) -> dict[str, int]:
+        """Write like.npy into directory; return the counts of the manifest."""
+        compared = near.write_likes(context, directory, read.chunks, near.first_states(settle()))
+        like = np.load(directory / "like.npy", mmap_mode="r")
+        return {"compared": compared, "duplicates": sum(len(repeats) for repeats, _ in selection.list_repeats(like))}
+
+    depends_on = {
+        "version": [near.VERSION, contamination.FACTS_VERSION, ngrams.SIGNATURE_VERSION],
+        "threshold": settings.threshold,
+        **others,
+    }
+    space = 5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT
+    step = context.cache.step("near_duplicates", depends_on, make, read.count * space)
+    context.say(
+        step,
+        f"{step.manifest['duplicates']:,} of {read.count:,} documents are near-duplicates of one that is kept "
+        f"({step.manifest['compared']:,} pairs compared)",
+    )
+    return step
 
 
 def select_documents(context: Context, read: Documents, inputs: Sequence[Input]) -> Selection:
@@ -271,7 +305,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         "dedup": context.data.dedup.method,
         "min_characters": context.data.min_characters,
     }
-    near_step = near.find_near_duplicates(context, read, others, settle)
+    near_step = find_near_duplicates(context, read, others, settle)
 
     sides = {key: (field, getattr(context.data, key)) for key, field in context.data.sides.items()}
 
@@ -282,7 +316,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         counts = selection.count_decisions(table, decision, read.inputs)
         selection.write_decisions(directory, decision)
         _write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
-        leak = {"leak": near.count_leak(context, directory, read, table, decision)} if sides else {}
+        leak = {"leak": near.count_leak(context, directory, read, decision)} if sides else {}
         return asdict(selection.Counts(counts, selection.total_counts(counts))) | leak
 
     depends_on = {
@@ -293,7 +327,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         "held_out_documents": context.data.held_out_documents,
         **others,
     } | ({"sides": [sides, context.data.dedup.threshold]} if sides else {})
-    space = read.count * (1 + bool(sides) * 2 * ngrams.BYTES_A_DOCUMENT)
+    space = read.count * (1 + bool(sides) * (5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT))
     step = context.cache.step("selection", depends_on, make, space)
     chosen = Selection(step)
     _say_selection(context, step, chosen, sides)
@@ -338,7 +372,7 @@ def _write_samples(
     path: Path,
     chunks: Sequence[documents.Chunk],
     decision: selection.Decisions,
-    like: npt.NDArray[np.uint32] | None,
+    like: npt.NDArray[Any] | None,
 ) -> None:
     """Write the first 20 dropped documents of each source and reason as JSON lines {source, reason, document, start}.
 
@@ -370,7 +404,7 @@ class _Dropped(NamedTuple):
 
 
 def _samples(
-    chunks: Sequence[documents.Chunk], decision: selection.Decisions, like: npt.NDArray[np.uint32] | None
+    chunks: Sequence[documents.Chunk], decision: selection.Decisions, like: npt.NDArray[Any] | None
 ) -> Iterator[_Dropped]:
     """Yield the first 20 dropped documents of each source and reason; `like` is what a near-duplicate repeats."""
     taken: dict[tuple[str, int], int] = {}

@@ -228,6 +228,9 @@ class Engine(Protocol):
     def start(self, at_most: int) -> AbstractContextManager[Mapper]:
         """Start at most `at_most` workers and yield their Mapper; they end with the block."""
 
+    def shares_cache(self) -> bool:
+        """Return whether every worker sees all files of the cache; may connect to the workers' hosts."""
+
 
 class LocalEngine:
     """Worker processes of this machine, at most `asked`. With is_shown, prints the limit that allows fewer."""
@@ -252,6 +255,10 @@ class LocalEngine:
         used = max(1, min(self.count, at_most))
         with open_pool(used) as pool:
             yield partial(map_in_order, pool, used)
+
+    def shares_cache(self) -> bool:
+        """Return True."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -303,10 +310,34 @@ def _compute_and_save(work: Kept[Task]) -> None:
     files.write_bytes(work.path, packed.getvalue())
 
 
+def load_kept(work: Kept[Task]) -> Arrays:
+    """Return the arrays in a task's file; compute and save them first if the file is damaged or gone."""
+    try:
+        return _load(work.path)
+    except (BadZipFile, ValueError, OSError):
+        _compute_and_save(work)
+        return _load(work.path)
+
+
 def _load(path: Path) -> Arrays:
     """Read all arrays of an .npz file into memory."""
     with np.load(path) as arrays:
         return dict(arrays)
+
+
+def make_missing(name: str, work: Sequence[Kept[Task]], run: Mapper) -> Iterator[Kept[Task]]:
+    """Yield each of `work` in order, once its file is there; have the workers of `run` compute those that are missing.
+
+    Prints how many are left under this name if some are there. Raises what a task raises.
+    """
+    missing = [not each.path.is_file() for each in work]
+    if any(missing) and not all(missing):
+        screen.say(f"{name}: {sum(missing):,} of {len(work):,} chunks to do, the others are kept")
+    made = run(_compute_and_save, list(itertools.compress(work, missing)))
+    for each, is_new in zip(work, missing, strict=True):
+        if is_new:
+            next(made)
+        yield each
 
 
 class Context:
@@ -319,6 +350,28 @@ class Context:
         self.local = LocalEngine(recipe.data.num_proc, is_shown=cache.build)
         self.engine = engine or self.local
 
+    def list_kept(
+        self, name: str, function: Callable[[Task], Arrays], tasks: Sequence[tuple[str, Task]]
+    ) -> list[Kept[Task]]:
+        """Return a Kept for every (key, task): its file lies in the cache under `name` and the key."""
+        return [Kept(function, task, self.cache.chunk(name, key).with_suffix(".npz")) for key, task in tasks]
+
+    def make_kept(
+        self,
+        name: str,
+        function: Callable[[Task], Arrays],
+        tasks: Sequence[tuple[str, Task]],
+        at_most: int | None = None,
+    ) -> Iterator[Kept[Task]]:
+        """Yield a Kept for every (key, task) in order, once its file is there; compute what the cache lacks.
+
+        Uses at most `at_most` workers. Prints and raises as make_missing() does, and UserError as open_pool() does.
+        """
+        work = self.list_kept(name, function, tasks)
+        missing = sum(not each.path.is_file() for each in work)
+        with self.engine.start(min(missing, at_most or missing)) as run:
+            yield from make_missing(name, work, run)
+
     def map_kept(
         self,
         name: str,
@@ -328,26 +381,19 @@ class Context:
     ) -> Iterator[Arrays]:
         """Yield function(task), a dict of arrays, for every (key, task) in order; compute only what the cache lacks.
 
-        New arrays are saved in the cache under `name` and the key by at most `at_most` workers; a damaged file is
-        computed again. Prints how many tasks are left if some are cached. Raises what a task raises, and UserError as
-        open_pool() does.
+        Does what make_kept() does, and loads each file; a damaged one is computed again.
         """
-        paths = [self.cache.chunk(name, key).with_suffix(".npz") for key, _ in tasks]
-        missing = [not path.is_file() for path in paths]
-        if any(missing) and not all(missing):
-            screen.say(f"{name}: {sum(missing):,} of {len(tasks):,} chunks to do, the others are kept")
-        of_all = [Kept(function, task, path) for path, (_, task) in zip(paths, tasks, strict=True)]
-        work = list(itertools.compress(of_all, missing))
-        with self.engine.start(min(len(work), at_most or len(work))) as run:
-            made = run(_compute_and_save, work)
-            for each, is_new in zip(of_all, missing, strict=True):
-                if is_new:
-                    next(made)
-                try:
-                    yield _load(each.path)
-                except (BadZipFile, ValueError, OSError):  # damaged since
-                    _compute_and_save(each)
-                    yield _load(each.path)
+        return map(load_kept, self.make_kept(name, function, tasks, at_most))
+
+    @contextmanager
+    def start_sharing(self, at_most: int) -> Iterator[Mapper]:
+        """Start at most `at_most` workers that see all files of the cache, and yield their Mapper; see Engine.start.
+
+        They are this machine's if another host of the engine does not share the cache.
+        """
+        engine = self.engine if at_most <= 1 or self.engine.shares_cache() else self.local
+        with engine.start(at_most) as run:
+            yield run
 
     def say(self, step: Step, text: str) -> None:
         """Print `text` with the step's name on stderr; print nothing if the cache may not build."""
