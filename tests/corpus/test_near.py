@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import tracemalloc
 from collections.abc import Sequence
@@ -298,7 +299,8 @@ def test_a_search_that_was_killed_takes_up_the_finished_ranges(tmp_path: Path, m
     (tmp_path / "texts").mkdir()
     chunks = chunks_of(texts, tmp_path / "texts", [150, 250])
     monkeypatch.setattr(near, "_PART", 100)
-    loaded = recipe.load(QUICKSTART, (f"data.cache_dir={tmp_path / 'cache'}", "data.dedup.method=near", "data.num_proc=1"))
+    settings = (f"data.cache_dir={tmp_path / 'cache'}", "data.dedup.method=near", "data.num_proc=1")
+    loaded = recipe.load(QUICKSTART, settings)
     context = Context(loaded.recipe, Cache(tmp_path / "cache", build=True))
     done, plain = list[tuple[int, int]](), near._find_repeats
     left = 30
@@ -335,12 +337,14 @@ def test_a_search_that_was_killed_takes_up_the_finished_ranges(tmp_path: Path, m
     assert np.array_equal(search("fourth"), whole) and len(done) == finished + 1
 
 
-def test_memory_grows_by_a_byte_a_document_in_the_parent_and_with_the_range_in_a_worker(tmp_path: Path) -> None:
-    """Without any equal keys, so that nothing is compared: what the search itself takes, by tracemalloc."""
+def test_a_range_takes_the_same_memory_in_a_larger_corpus_and_the_parent_a_block_of_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any equal keys, so that nothing is compared: what the search itself allocates."""
     size, dice = 40_000, np.random.default_rng(5)
 
     def measure(groups: int) -> tuple[int, int]:
-        """Most bytes allocated by (the parent's loops, a range) for groups of `size` documents."""
+        """Most bytes allocated at once by (a range, the whole search) for groups of `size` documents."""
         directory = tmp_path / str(groups)
         directory.mkdir()
         keys = ngrams.SortedKeys(directory, tuple(size * group for group in range(groups)), groups)
@@ -349,25 +353,20 @@ def test_memory_grows_by_a_byte_a_document_in_the_parent_and_with_the_range_in_a
             keys.write(group, values, np.arange(size, dtype=np.uint32))
         search = near.Search(directory, keys, 0.8)
         states = np.full(groups * size, near.TAKES_PART | near.IS_OPEN, dtype=np.uint8)
-        most = 0
-
-        def watch(_: str, function: Any, tasks: Sequence[Any]) -> Any:
-            nonlocal most
-            for task in tasks:
-                before = tracemalloc.get_traced_memory()[0]
-                tracemalloc.reset_peak()
-                yield function(task)
-                most = max(most, tracemalloc.get_traced_memory()[1] - before)
-            tracemalloc.reset_peak()
-
-        tracemalloc.start()
-        try:
-            near.find_likes(search, states, watch)
-            return tracemalloc.get_traced_memory()[1], most
-        finally:
+        np.save(directory / "states.npy", states)
+        peaks = []
+        for work in (
+            lambda: near._find_repeats(near.Range(search, directory / "states.npy", 3, groups - 1)),
+            lambda: near.find_likes(search, states, lambda _, function, tasks: map(function, tasks)),
+        ):
+            gc.collect()
+            tracemalloc.start()
+            work()
+            peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
+        return peaks[0], peaks[1]
 
-    small, large = measure(2), measure(8)
-    assert large[1] < 1.1 * small[1] + 10_000, "a range does not grow with the corpus"
-    assert large[1] < 100 * size
-    assert large[0] < 30 * 2**20 + 8 * size, "a block of labels, not the corpus"
+    monkeypatch.setattr(selection, "LABELS_AT_ONCE", size)
+    small, large = measure(2), measure(32)
+    assert large[0] < 1.1 * small[0] and large[0] < 80 * size
+    assert large[1] < small[1] + 2 * 30 * size

@@ -51,7 +51,6 @@ _LEADERS = 32  # leaders a key has at most; a key of more different texts is a f
 _GROUP = 2**20  # documents whose keys are sorted together
 _PART = 2**20  # documents of a range of keys, about
 _PAIRS_A_TASK = 2**16
-_LABELS_AT_ONCE = 2**20
 
 
 class Search(NamedTuple):
@@ -108,8 +107,10 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
     like = np.lib.format.open_memmap(
         search.directory / "like.npy", mode="w+", dtype=label_type(len(states)), shape=states.shape
     )
-    for first in range(0, len(like), _LABELS_AT_ONCE):
-        like[first : first + _LABELS_AT_ONCE] = np.arange(first, min(first + _LABELS_AT_ONCE, len(like)))
+    blocks = range(0, len(like), selection.LABELS_AT_ONCE)
+    for first in blocks:
+        here = like[first : first + selection.LABELS_AT_ONCE]
+        here[:] = np.arange(first, first + len(here))
     compared = 0
     for number in range(_ROUNDS):
         for band in range(ngrams.BANDS):
@@ -128,8 +129,8 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
         same = np.concatenate([*answers, np.empty(0, dtype=np.bool_)])
         compared += len(orphans)
         like[orphans] = np.where(same, heirs, orphans)
-        for first in range(0, len(states), _LABELS_AT_ONCE):
-            states[first : first + _LABELS_AT_ONCE] &= TAKES_PART | COMES_FIRST
+        for first in blocks:
+            states[first : first + selection.LABELS_AT_ONCE] &= TAKES_PART | COMES_FIRST
         states[orphans[~same]] |= TAKES_PART | IS_OPEN
         if same.all():
             break

@@ -57,6 +57,7 @@ NAMES = (
     "contaminated",
     "reserved",
 )
+LABELS_AT_ONCE = 2**20  # documents
 _READ = ("rows", "broken", "cleaned")  # counted where rows are read
 
 Decisions = npt.NDArray[np.uint8]
@@ -198,12 +199,12 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
 
 
 def list_repeats(like: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield (documents that repeat another, the document that each repeats), for blocks of 2**20 documents.
+    """Yield (documents that repeat another, the document that each repeats), for blocks of LABELS_AT_ONCE documents.
 
     `like` [documents] has the index of what a document repeats, else its own. A block may have no such documents.
     """
-    for first in range(0, len(like), 2**20):
-        here = np.array(like[first : first + 2**20], dtype=np.int64)
+    for first in range(0, len(like), LABELS_AT_ONCE):
+        here = np.array(like[first : first + LABELS_AT_ONCE], dtype=np.int64)
         repeats = np.flatnonzero(here != np.arange(first, first + len(here)))
         yield repeats + first, here[repeats]
 
