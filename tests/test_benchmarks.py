@@ -21,6 +21,7 @@ BENCHMARKS = ROOT / "benchmarks"
 # Arguments, and lines that must be printed. NUMBER is any; {corpus}, {export}, {sft} and {tmp} are made below.
 TOYS = {
     "data_dedup.py": ("{corpus} --documents 300", r"signatures +NUMBER documents/s", r"recall +1\.0000"),
+    "data_merge.py": ("30_000 --bands 3", r"search +NUMBER CPU s", r"memory +NUMBER MiB"),
     "data_prepare.py": (
         "--toy --workers 1 --work {tmp}",
         "finlm .* NUMBER CPU s",

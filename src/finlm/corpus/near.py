@@ -14,10 +14,9 @@ itself: workers sort the keys of groups of a million documents once, and then ea
 all groups (_find_repeats). What a task returns depends on the texts alone, so neither the number of workers and hosts
 nor that of ranges changes a byte. What finished tasks returned is kept: a run that was killed does not do them again.
 
-Memory: the parent holds a byte a document, and writes 4 to a mapped file (8 from 2**32 documents on). A worker takes
-about 200 MB for the keys of a group, and 100 for a range; caches of n-grams and refused pairs take at most 64 and 32.
-A key that more than a million documents share takes 60 bytes for each of them. Disk: 256 bytes a document are kept, 252
-more while the search runs.
+Memory: the parent holds a byte a document, and maps a file of 4 (8 beyond 2**32 documents). A worker takes 230 MB for a
+group's keys, 70 for a range, and at most 96 for caches of n-grams and refused pairs; each document beyond a million
+that shares its key takes 60 bytes more. Disk: 256 bytes a document are kept, 258 more are taken by a search.
 """
 
 from __future__ import annotations
@@ -142,10 +141,8 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
 
 def _find_orphans(like: Labels) -> tuple[Ids, Ids]:
     """Return the documents dropped for a document that was dropped later, and for each the kept one it leads to."""
-    orphans = [np.empty(0, dtype=np.int64)]
-    for dropped, repeated in selection.list_repeats(like):
-        orphans.append(dropped[like[repeated] != repeated])
-    those = np.concatenate(orphans)
+    orphans = [dropped[like[repeated] != repeated] for dropped, repeated in selection.list_repeats(like)]
+    those = np.concatenate([*orphans, np.empty(0, dtype=np.int64)])
     heirs = like[like[those]].astype(np.int64)
     while not np.array_equal(heirs, like[heirs]):
         heirs = like[heirs].astype(np.int64)
@@ -355,10 +352,10 @@ def count_leak(
     temporary files into `directory`.
     """
     write_likes(context, directory, read.chunks, first_states(decision), is_leak=True)
-    like = np.load(directory / "like.npy", mmap_mode="r")
-    leaked = [held_out for _, held_out in selection.list_repeats(like)]
+    like = np.load(directory / "like.npy")
     (directory / "like.npy").unlink()
-    return {"documents": sum(map(len, leaked)), "held_out": len(np.unique(np.concatenate(leaked)))}
+    leaked = like[like != np.arange(len(like))]
+    return {"documents": len(leaked), "held_out": len(np.unique(leaked))}
 
 
 def read_likes(step: Step | None) -> Labels | None:
@@ -383,9 +380,10 @@ def write_likes(
 
     See find_likes; `states` is changed. Writes temporary files into `directory` too, and removes them.
     """
+    load_verifier.cache_clear()
     keys = [files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]) for chunk in chunks]
-    tasks = [ChunkTask(chunk.path) for chunk in chunks]
-    signed = list(context.make_kept("signatures", sign_chunk, list(zip(keys, tasks, strict=True))))
+    named = [(key, ChunkTask(chunk.path)) for key, chunk in zip(keys, chunks, strict=True)]
+    signed = list(context.make_kept("signatures", sign_chunk, named))
     ngrams.Catalog.write(directory, chunks, [kept.path for kept in signed])
     search, groups = plan_search(directory, chunks, signed, context.data.dedup.threshold, is_leak)
     parts, digest = search.keys.parts, files.sha256_json([keys, hashlib.sha256(states.data).hexdigest()])
@@ -397,8 +395,8 @@ def write_likes(
             """Yield function(task) for each task in order; keep what it returned unless there is a single range."""
             if parts == 1:
                 return map(function, tasks)
-            named = [(files.sha256_json([about, name, number]), task) for number, task in enumerate(tasks)]
-            return map(load_kept, make_missing("near", context.list_kept("near", function, named), run))
+            work = [(files.sha256_json([about, name, number]), task) for number, task in enumerate(tasks)]
+            return map(load_kept, make_missing("near", context.list_kept("near", function, work), run))
 
         for _ in run(sort_group, groups):
             pass

@@ -389,9 +389,9 @@ class Context:
     def start_sharing(self, at_most: int) -> Iterator[Mapper]:
         """Start at most `at_most` workers that see all files of the cache, and yield their Mapper; see Engine.start.
 
-        They are this machine's if another host of the engine does not share the cache.
+        They are this machine's if another host of the engine does not share the cache, or if one is enough.
         """
-        engine = self.engine if at_most <= 1 or self.engine.shares_cache() else self.local
+        engine = self.engine if at_most > 1 and self.engine.shares_cache() else self.local
         with engine.start(at_most) as run:
             yield run
 
