@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finlm.corpus import near, ngrams, selection
-from finlm.corpus.workers import LocalEngine
+from finlm.corpus import near, ngrams
+from finlm.corpus.workers import LocalEngine, list_repeats
 from finlm.rows.shards import GOLDEN, mix
 
 Ids = npt.NDArray[np.int64]
@@ -133,7 +133,7 @@ def measure(count: int, workers: int, directory: Path) -> None:
     if workers > 1:  # of workers, known once they have ended
         searched = cpu() - times[0][1] - made.sum()
     like = np.load(directory / "like.npy", mmap_mode="r")
-    dropped = sum(len(repeats) for repeats, _ in selection.list_repeats(like))
+    dropped = sum(len(repeats) for repeats, _ in list_repeats(like))
     disk = sum(path.stat().st_size for path in directory.glob("keys-*.bin"))
     millions, own = count / 1e6, peaks[0] / 1024
     print(f"{count:,} documents, {ngrams.BANDS} bands, {len(groups)} groups, {keys.parts} ranges, {workers} workers")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.corpus import selection
+from finlm.corpus import documents, selection, workers
 from finlm.corpus.documents import InputRead
 from finlm.recipe.schema_data import Data
 
@@ -172,3 +173,63 @@ def test_equal_texts_are_found_in_parts_as_in_one() -> None:
     assert np.array_equal(selection.equal_texts(hashes), first[place])
     hashes[5, 1] ^= np.uint64(1)  # half of a hash is not enough
     assert selection.equal_texts(hashes)[5] == 5
+
+
+def test_decisions_made_in_files_and_in_blocks_are_those_made_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = np.random.default_rng(4)
+    for trial in range(40):
+        count, kinds = int(dice.integers(1, 300)), int(dice.integers(2, 200))
+        pool = dice.integers(0, 2**64, (kinds, 2), dtype=np.uint64) >> np.uint64(dice.choice([0, 0, 62]))
+        columns = {
+            "source": np.sort(dice.integers(0, 3, count)).astype(np.int32),
+            "characters": dice.integers(0, 60, count).astype(np.uint32),
+            "text_bytes": dice.integers(1, 100, count),
+            "hash": pool[dice.integers(0, kinds, count)],
+        }
+        splits = [str(split) for split in dice.choice(["share", "held_out"], 3)]
+        settings = data(
+            held_out_fraction=float(dice.choice([0, 0.1, 0.5])),
+            held_out_documents=int(dice.choice([1, 3, 1000])),
+            min_characters=10,
+            dedup=str(dice.choice(["none", "near"])),
+        )
+        dropped = np.where(dice.random(count) < 0.1, selection.PERPLEXITY, selection.TRAIN).astype(np.uint8)
+        like = np.arange(count, dtype=np.uint32)
+        made = []
+        for directory in (None, tmp_path):
+            monkeypatch.setattr(workers, "BLOCK", 2**20 if directory is None else 1 + trial)
+            mapped = {
+                name: selection.new_array(directory, name, array.shape, array.dtype) for name, array in columns.items()
+            }
+            for name, array in columns.items():
+                mapped[name][:] = array
+            here = selection.Table(**mapped, directory=directory)
+            settled = selection.settle(here, splits, settings, dropped)
+            in_use = np.flatnonzero(settled <= selection.HELD_OUT)[::3]
+            like[in_use] = in_use // 2
+            made += [settled, selection.hold_out(here, splits, settings, settled, like)]
+            here.remove()
+        assert np.array_equal(made[0], made[2]) and np.array_equal(made[1], made[3])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_of_chunks_is_the_same_in_files(tmp_path: Path) -> None:
+    chunks, first = [], 0
+    for number, count in enumerate((3, 5)):
+        index = np.zeros(count, dtype=documents.SIDES if number else documents.INDEX)
+        index["end"], index["hash"] = np.arange(1, count + 1) * 7, np.arange(2 * count).reshape(-1, 2)
+        if number:
+            index["group"], index["day"] = 9, np.arange(count)
+        np.save(tmp_path / f"{number}.npy", index)
+        chunks.append(documents.Chunk(number, "source", tmp_path / f"{number}.txt", slice(first, first + count)))
+        first += count
+    (tmp_path / "columns").mkdir()
+    whole, mapped = selection.Table.read(chunks), selection.Table.read(chunks, tmp_path / "columns")
+    for name in ("source", "characters", "text_bytes", "hash", "group", "day"):
+        assert np.array_equal(getattr(whole, name), getattr(mapped, name)), name
+    assert whole.text_bytes.tolist() == [7] * 8 and whole.day is not None
+    assert whole.source.tolist() == [0] * 3 + [1] * 5 and whole.day.tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
+    mapped.remove()
+    assert not list((tmp_path / "columns").iterdir()) and selection.Table.read([]).rows_of(0) == slice(0, 0)

@@ -29,9 +29,9 @@ from finlm.base.step_cache import Step
 from finlm.corpus import documents, selection, vocabulary
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import readers
-from finlm.corpus.selection import Selection, ShardEntry
+from finlm.corpus.selection import Selection
 from finlm.corpus.workers import Arrays, ChunkTask, Context
-from finlm.rows.shards import Split, tokenizer_file
+from finlm.rows.shards import ShardEntry, Split, tokenizer_file, totals
 from finlm.tokens import encoders, pretrained, tokenizer_json
 
 VERSION = 1
@@ -314,7 +314,7 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
             "add_bos": add_bos,
             "encoder": encoder,
             "tokenizer_sha256": tokenizer.manifest["sha256"],
-            "totals": selection.totals(entries),
+            "totals": totals(entries),
             **({"leak": chosen.leak} if chosen.leak else {}),
             "shards": [entry.to_json() for entry in entries],
         }

@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.step_cache import Step
-from finlm.corpus import contamination, documents, ngrams, selection
-from finlm.corpus.workers import Arrays, ChunkTask, Context, Kept, load_kept, make_missing
+from finlm.corpus import contamination, documents, ngrams, selection, workers
+from finlm.corpus.workers import Arrays, ChunkTask, Context, Kept, blocks, load_kept, make_missing
 from finlm.rows.shards import GOLDEN, mix
 
 Ids = npt.NDArray[np.int64]
@@ -83,11 +83,6 @@ class Pairs:
 RunTasks = Callable[[str, Callable[[Any], Arrays], Sequence[Any]], Iterator[Arrays]]
 
 
-def label_type(count: int) -> np.dtype[Any]:
-    """Return the type of the labels of `count` documents: uint32 as long as it has all their indexes, then uint64."""
-    return np.dtype("<u4") if count <= 2**32 else np.dtype("<u8")
-
-
 def first_states(decision: selection.Decisions) -> States:
     """Return the states to begin with: documents in use take part and are open, held-out ones come first."""
     states = np.where(decision <= selection.HELD_OUT, np.uint8(TAKES_PART | IS_OPEN), np.uint8(0))
@@ -104,12 +99,10 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
     function's arrays for each task in order; the name is unique. Raises what a task raises.
     """
     like = np.lib.format.open_memmap(
-        search.directory / "like.npy", mode="w+", dtype=label_type(len(states)), shape=states.shape
+        search.directory / "like.npy", mode="w+", dtype=workers.label_type(len(states)), shape=states.shape
     )
-    blocks = range(0, len(like), selection.LABELS_AT_ONCE)
-    for first in blocks:
-        here = like[first : first + selection.LABELS_AT_ONCE]
-        here[:] = np.arange(first, first + len(here))
+    for block in blocks(len(like)):
+        like[block] = np.arange(block.start, block.stop)
     compared = 0
     for number in range(_ROUNDS):
         for band in range(ngrams.BANDS):
@@ -128,8 +121,8 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
         same = np.concatenate([*answers, np.empty(0, dtype=np.bool_)])
         compared += len(orphans)
         like[orphans] = np.where(same, heirs, orphans)
-        for first in blocks:
-            states[first : first + selection.LABELS_AT_ONCE] &= TAKES_PART | COMES_FIRST
+        for block in blocks(len(states)):
+            states[block] &= TAKES_PART | COMES_FIRST
         states[orphans[~same]] |= TAKES_PART | IS_OPEN
         if same.all():
             break
@@ -141,7 +134,7 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
 
 def _find_orphans(like: Labels) -> tuple[Ids, Ids]:
     """Return the documents dropped for a document that was dropped later, and for each the kept one it leads to."""
-    orphans = [dropped[like[repeated] != repeated] for dropped, repeated in selection.list_repeats(like)]
+    orphans = [dropped[like[repeated] != repeated] for dropped, repeated in workers.list_repeats(like)]
     those = np.concatenate([*orphans, np.empty(0, dtype=np.int64)])
     heirs = like[like[those]].astype(np.int64)
     while not np.array_equal(heirs, like[heirs]):

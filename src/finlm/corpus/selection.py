@@ -26,12 +26,12 @@ import numpy.typing as npt
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Step
-from finlm.corpus import documents
+from finlm.corpus import documents, workers
+from finlm.corpus.workers import blocks, label_type, list_repeats, new_array
 from finlm.recipe.schema_data import Data
-from finlm.rows.shards import Split
+from finlm.rows.shards import ShardEntry, measure_lengths
 
 VERSION = 4
-SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 (
     TRAIN,
@@ -57,11 +57,13 @@ NAMES = (
     "contaminated",
     "reserved",
 )
-LABELS_AT_ONCE = 2**20  # documents
 _READ = ("rows", "broken", "cleaned")  # counted where rows are read
 
 Decisions = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
+
+
+_COLUMNS = (("source", "<i4"), ("characters", "<u4"), ("text_bytes", "<i8"), ("hash", "<u8", 2))
 
 
 @dataclass(frozen=True)
@@ -75,29 +77,41 @@ class Table:
     group: npt.NDArray[np.uint64] | None = None  # of held_out_by, as in documents.SIDES; None: no field decides
     day: npt.NDArray[np.uint32] | None = None
 
+    directory: Path | None = None  # of the columns' files; None: they are in memory
+
     @classmethod
-    def read(cls, chunks: Sequence[documents.Chunk]) -> Table:
-        """Return the table of all documents of the chunks, read from their .npy files."""
-        indexes = [documents.read_index(chunk.path) for chunk in chunks] or [np.empty(0, dtype=documents.INDEX)]
-        counts = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
-        is_sided = [index.dtype == documents.SIDES for index in indexes]
-        sides = [
-            np.concatenate(
-                [
-                    index[name] if has else np.zeros(len(index), kind)
-                    for index, has in zip(indexes, is_sided, strict=True)
-                ]
+    def read(cls, chunks: Sequence[documents.Chunk], directory: Path | None = None) -> Table:
+        """Return the table of all documents of the chunks, read from their .npy files.
+
+        With a directory, its columns are written to files there and mapped into memory; remove() deletes them.
+        """
+        count = chunks[-1].rows.stop if chunks else 0
+        indexes = (documents.read_index(chunk.path) for chunk in chunks)
+        columns = {
+            name: new_array(directory, name, (count, *shape), kind)
+            for name, kind, *shape in (
+                ("source", "<i4"),
+                ("characters", "<u4"),
+                ("text_bytes", "<i8"),
+                ("hash", "<u8", 2),
             )
-            for name, kind in (("group", np.uint64), ("day", np.uint32))
-            if any(is_sided)
-        ]
-        return cls(
-            np.repeat(np.array([chunk.input for chunk in chunks], dtype=np.int32), counts),
-            np.concatenate([index["characters"] for index in indexes]),
-            np.concatenate([np.diff(index["end"].astype(np.int64), prepend=0) for index in indexes]),
-            np.concatenate([index["hash"] for index in indexes]),
-            *sides,
-        )
+        }
+        for chunk, index in zip(chunks, indexes, strict=True):
+            columns["source"][chunk.rows] = chunk.input
+            columns["characters"][chunk.rows] = index["characters"]
+            columns["text_bytes"][chunk.rows] = np.diff(index["end"].astype(np.int64), prepend=0)
+            columns["hash"][chunk.rows] = index["hash"]
+            for name, kind in (("group", "<u8"), ("day", "<u4")):
+                if name in (index.dtype.names or ()):
+                    if name not in columns:
+                        columns[name] = new_array(directory, name, (count,), kind)
+                    columns[name][chunk.rows] = index[name]
+        return cls(**columns, directory=directory)
+
+    def remove(self) -> None:
+        """Delete the columns' files, if there are any."""
+        for path in self.directory.glob("*.column") if self.directory else ():
+            path.unlink()
 
     def rows_of(self, number: int) -> slice:
         """Return the slice of the documents of input `number`."""
@@ -128,18 +142,19 @@ def settle(
     holds PERPLEXITY or CONTAMINATED for documents that other steps drop, else TRAIN. `splits` and `prompts` are those
     of decide().
     """
-    decision = np.full(len(table.source), TRAIN, dtype=np.uint8)
-    is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)[table.source]
-    decision[is_world] = HELD_OUT
-    if dropped is not None:
-        decision[dropped != TRAIN] = dropped[dropped != TRAIN]
-    decision[table.characters < max(1, settings.min_characters)] = TOO_SHORT
-    equal = equal_texts(table.hash)
+    decision = np.full(len(table.source), TRAIN, dtype=np.uint8) if dropped is None else dropped.copy()
+    is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)
+    for here in blocks(len(decision)):
+        decision[here][(decision[here] == TRAIN) & is_world[table.source[here]]] = HELD_OUT
+        decision[here][table.characters[here] < max(1, settings.min_characters)] = TOO_SHORT
+    equal = equal_texts(table.hash, table.directory)
     if settings.dedup.method != "none":
-        decision[_find_repeats(equal, decision)] = DUPLICATE
+        _drop_repeats(equal, decision, table.directory)
     together = equal if prompts is None else equal_texts(prompts)
-    of_world = _in_group_of(together, decision == HELD_OUT) & ~is_world
-    decision[of_world & np.isin(decision, (TRAIN, DUPLICATE))] = EQUALS_HELD_OUT
+    of_world = _mark_groups(together, decision == HELD_OUT)
+    for here in blocks(len(decision)):
+        alike = of_world[together[here]] & ~is_world[table.source[here]] & np.isin(decision[here], (TRAIN, DUPLICATE))
+        decision[here][alike] = EQUALS_HELD_OUT
     return decision
 
 
@@ -157,25 +172,26 @@ def hold_out(
     (near.find_likes); None skips near-duplicates. A training document that shares its text or prompt with a held-out or
     reserved one becomes EQUALS_HELD_OUT.
     """
-    decision, equal = settled.copy(), equal_texts(table.hash)
+    decision, equal = settled.copy(), equal_texts(table.hash, table.directory)
     together, hashes = (equal, table.hash) if prompts is None else (equal_texts(prompts), prompts)
-    if like is not None:
-        for repeats, repeated in list_repeats(like):
-            of_world = (settled[repeated] == HELD_OUT) & (settled[repeats] != HELD_OUT)
-            decision[repeats] = np.where(of_world, NEAR_HELD_OUT, NEAR_DUPLICATE)
+    for repeats, repeated in list_repeats(like) if like is not None else ():
+        of_world = (settled[repeated] == HELD_OUT) & (settled[repeats] != HELD_OUT)
+        decision[repeats] = np.where(of_world, NEAR_HELD_OUT, NEAR_DUPLICATE)
     apart = _find_apart(table, splits, settings)
     for number, split in enumerate(splits):
         if split == "share":
-            here = np.flatnonzero(decision[table.rows_of(number)] == TRAIN) + table.rows_of(number).start
+            rows = table.rows_of(number)
             if apart is None:
+                here = _list_candidates(decision, hashes, rows, settings)
                 decision[here] = _split_source(equal[here], hashes[here, 0], settings)
                 continue
-            here = here[apart[here]]
+            here = np.flatnonzero((decision[rows] == TRAIN) & apart[rows]) + rows.start
             decision[here] = RESERVED
             decision[here[np.argsort(hashes[here, 0], kind="stable")][: settings.held_out_documents]] = HELD_OUT
     # Without dedup, one source's held-out document may stand in another source; a prompt may in any case.
-    alike = _in_group_of(together, np.isin(decision, (HELD_OUT, RESERVED)))
-    decision[(decision == TRAIN) & alike] = EQUALS_HELD_OUT
+    marked = _mark_groups(together, (decision == HELD_OUT) | (decision == RESERVED))
+    for block in blocks(len(decision)):
+        decision[block][(decision[block] == TRAIN) & marked[together[block]]] = EQUALS_HELD_OUT
     return decision
 
 
@@ -193,36 +209,54 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
         apart = table.day >= int(settings.held_out_from.replace("-", ""))
     values = np.unique(table.group[np.array([split == "share" for split in splits])[table.source]])
     if settings.held_out_by and settings.held_out_fraction and len(values) > 1:
-        limit = np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
+        limit = _limit(settings)
         apart |= (table.group <= max(limit, values[0])) & (table.group < values[-1])
     return apart
 
 
-def list_repeats(like: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield (documents that repeat another, the document that each repeats), for blocks of LABELS_AT_ONCE documents.
+def equal_texts(hashes: npt.NDArray[np.uint64], directory: Path | None = None) -> npt.NDArray[Any]:
+    """Return for each document the index of the first document with the same hash: label_type [documents].
 
-    `like` [documents] has the index of what a document repeats, else its own. A block may have no such documents.
+    `hashes` is [documents, 2]. Above 2**21 documents they are sorted in parts of about as many. With a directory the
+    result is mapped from a file there, and the parts are files meanwhile.
     """
-    for first in range(0, len(like), LABELS_AT_ONCE):
-        here = np.array(like[first : first + LABELS_AT_ONCE], dtype=np.int64)
-        repeats = np.flatnonzero(here != np.arange(first, first + len(here)))
-        yield repeats + first, here[repeats]
-
-
-def equal_texts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Return for each document the index of the first document with the same hash, uint32 [documents].
-
-    `hashes` is [documents, 2]. Above 2**20 documents, sorts them in 64 parts to save memory.
-    """
-    first = np.empty(len(hashes), dtype=np.uint32)
-    part = (hashes[:, 0] >> np.uint64(58)).astype(np.uint8)
-    for number in range(64 if len(hashes) > 2**20 else 1):
-        here = np.flatnonzero(part == number) if len(hashes) > 2**20 else np.arange(len(hashes))
-        here = here[np.lexsort((hashes[here, 1], hashes[here, 0]))]  # stable: equal texts stay in order
-        starts = np.ones(len(here), dtype=np.bool_)
-        starts[1:] = (hashes[here[1:]] != hashes[here[:-1]]).any(axis=1)
-        first[here] = here[starts][np.cumsum(starts) - 1]
+    count = len(hashes)
+    first = new_array(directory, "equal", (count,), label_type(count))
+    parts = max(1, -(-count // (2 * workers.BLOCK)))
+    for number, at in _split_by_hash(hashes, parts, directory):
+        order = np.lexsort((number, at[:, 1], at[:, 0]))
+        number, at = number[order], at[order]
+        starts = np.ones(len(number), dtype=np.bool_)
+        starts[1:] = (at[1:] != at[:-1]).any(axis=1)
+        first[number] = number[starts][np.cumsum(starts) - 1]
     return first
+
+
+def _split_by_hash(
+    hashes: npt.NDArray[np.uint64], parts: int, directory: Path | None
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]]:
+    """Yield (indexes, hashes [documents, 2]) of the documents of each of `parts` ranges of the first hash.
+
+    Writes a temporary file per range into `directory`; without one there are 64 ranges at most, all in memory.
+    """
+    if directory is None or parts == 1:
+        part = (hashes[:, 0] >> np.uint64(58)).astype(np.uint8) if parts > 1 else np.zeros(len(hashes), dtype=np.uint8)
+        for number in np.unique(part).tolist():
+            here = np.flatnonzero(part == number)
+            yield here, hashes[here]
+        return
+    paths = [directory / f"hashes-{part}.tmp" for part in range(parts)]
+    limits = np.array([part * 2**64 // parts for part in range(1, parts)], dtype=np.uint64)
+    for block in blocks(len(hashes)):
+        row = np.column_stack((hashes[block], np.arange(block.start, block.stop, dtype=np.uint64)))
+        row = row[np.argsort(row[:, 0])]
+        for path, piece in zip(paths, np.split(row, np.searchsorted(row[:, 0], limits)), strict=True):
+            with path.open("ab") as file:
+                file.write(piece.tobytes())
+    for path in paths:
+        row = np.fromfile(path, dtype=np.uint64).reshape(-1, 3)
+        path.unlink()
+        yield row[:, 2].astype(np.int64), row[:, :2]
 
 
 def write_decisions(directory: Path, decision: Decisions) -> None:
@@ -270,8 +304,9 @@ def count_decisions(table: Table, decision: Decisions, inputs: Sequence[document
         row["cleaned"] += sum(item.dropped.values())
         for code, name in enumerate(NAMES):
             row[name] += int(np.count_nonzero(decision[here] == code))
-        row["bytes"] += int(table.text_bytes[here][decision[here] == TRAIN].sum())
-        row["held_out_bytes"] += int(table.text_bytes[here][decision[here] == HELD_OUT].sum())
+        for block in blocks(here.stop, here.start):
+            row["bytes"] += int(table.text_bytes[block][decision[block] == TRAIN].sum())
+            row["held_out_bytes"] += int(table.text_bytes[block][decision[block] == HELD_OUT].sum())
     return counts
 
 
@@ -300,26 +335,67 @@ def total_counts(counts: dict[str, dict[str, int]]) -> dict[str, int]:
     return {name: sum(row[name] for row in rows) for name in rows[0]}
 
 
-def _find_repeats(group: npt.NDArray[np.uint32], decision: Decisions) -> Bools:
-    """Return which documents still in use repeat another of their group: bool [documents].
+def _drop_repeats(group: npt.NDArray[Any], decision: Decisions, directory: Path | None) -> None:
+    """Set DUPLICATE in `decision` for documents in use that repeat another of their group.
 
-    `group` [documents] is what equal_texts returns; `decision` [documents] holds codes, those in use being at most
-    HELD_OUT. In each group the first held-out document stays, or the first of those in use when none is held out.
+    `group` [documents] is what equal_texts returns; codes of documents in use are at most HELD_OUT. In each group the
+    first held-out document stays, or the first of those in use when none is held out.
     """
-    number = np.arange(len(group), dtype=np.uint64)
-    order = number + (np.uint64(2**32) * (decision != HELD_OUT))
-    in_use = decision <= HELD_OUT
-    first = np.full(len(group), 2**64 - 1, dtype=np.uint64)
-    np.minimum.at(first, group[in_use], order[in_use])
-    repeats: Bools = in_use & (first[group] != order)
-    return repeats
+    stays = new_array(directory, "stays", group.shape, group.dtype)
+    for wanted in (TRAIN, HELD_OUT):
+        for here in reversed(blocks(len(group))):  # the last one written is the first
+            chosen = np.flatnonzero(decision[here] == wanted)[::-1] + here.start
+            stays[group[chosen]] = chosen
+    for here in blocks(len(group)):
+        repeats = stays[group[here]] != np.arange(here.start, here.stop)
+        decision[here][repeats & (decision[here] <= HELD_OUT)] = DUPLICATE
 
 
-def _in_group_of(group: npt.NDArray[np.uint32], chosen: Bools) -> Bools:
-    """Return bool [documents]: whether a document of the same group is `chosen`."""
+def _mark_groups(group: npt.NDArray[Any], chosen: Bools) -> Bools:
+    """Return for each group, at the index of its first document, whether a document of it is `chosen`."""
     groups = np.zeros(len(group), dtype=np.bool_)
-    groups[group[chosen]] = True
-    return groups[group]
+    for here in blocks(len(group)):
+        groups[group[here][chosen[here]]] = True
+    return groups
+
+
+def _list_candidates(
+    decision: Decisions, hashes: npt.NDArray[np.uint64], rows: slice, settings: Data
+) -> npt.NDArray[np.int64]:
+    """Return the TRAIN documents among `rows` on which _split_source decides the same as on all, in order.
+
+    These are documents with hashes up to the limit or lower than all before, the first two different, and the highest.
+    """
+    minima, ends, first_hash, highest, place = set[int](), set[int](), None, -1, -1
+    for number, at in _hashes_of(decision, hashes, rows):
+        minima |= set(
+            np.unique(np.minimum.accumulate(np.append(np.uint64(min(minima, default=2**64 - 1)), at))).tolist()
+        )
+        first_hash = int(at[0]) if first_hash is None else first_hash
+        if not ends:
+            ends |= set(number[at != first_hash][:1].tolist())
+        if int(at.max()) > highest:
+            highest, place = int(at.max()), int(number[at.argmax()])
+    lowest = np.array(sorted(minima), dtype=np.uint64)
+    parts = [
+        number[(at <= _limit(settings)) | np.isin(at, lowest)] for number, at in _hashes_of(decision, hashes, rows)
+    ]
+    return np.unique(np.concatenate([*parts, np.array([*ends, place] if parts else [], dtype=np.int64)]))
+
+
+def _hashes_of(
+    decision: Decisions, hashes: npt.NDArray[np.uint64], rows: slice
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]]:
+    """Yield (indexes, first hashes) of the TRAIN documents among `rows`, in blocks that have at least one."""
+    for here in blocks(rows.stop, rows.start):
+        number = np.flatnonzero(decision[here] == TRAIN) + here.start
+        if len(number):
+            yield number, hashes[number, 0]
+
+
+def _limit(settings: Data) -> np.uint64:
+    """Return the highest hash of the share held_out_fraction of all hashes."""
+    return np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
 
 
 def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64], settings: Data) -> Decisions:
@@ -334,7 +410,7 @@ def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64],
     lowest, place = np.unique(hashes, return_inverse=True)
     if len(lowest) < 2 or settings.held_out_fraction == 0 or settings.held_out_documents < 1:
         return decision
-    limit = np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
+    limit = _limit(settings)
     # The lowest of the first two, three, ... hashes: each was held out when the source ended there.
     second = int(np.argmax(hashes != hashes[0]))
     apart = (hashes <= limit) | np.isin(hashes, np.minimum.accumulate(hashes)[second:])
@@ -348,44 +424,6 @@ def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64],
     return decision
 
 
-EDGES = (0, *(2**power for power in range(5, 18)))  # tokens; the last class is open
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardEntry:
-    """A shard in the manifest of a shards directory."""
-
-    source: str
-    split: Split
-    file: str
-    sha256: str
-    index_sha256: str
-    mask_sha256: str | None = None  # of dialogues
-    tokens: int
-    documents: int
-    text_bytes: int
-    learnt: int | None = None  # tokens of dialogues that are learnt from
-
-    def to_json(self) -> dict[str, str | int]:
-        """Return the entry as manifest.json has it, without fields that are None."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
-
-
-def totals(entries: Sequence[ShardEntry]) -> dict[str, SourceCounts]:
-    """Return the sums over shards as {split: {source: {tokens, documents, text_bytes, learnt}}}.
-
-    `learnt`, the tokens that are learnt from, is there only for dialogues.
-    """
-    sums: dict[str, SourceCounts] = {split: {} for split in SPLITS}
-    for entry in entries:
-        counts = {name: getattr(entry, name) for name in ("tokens", "documents", "text_bytes", "learnt")}
-        row = sums[entry.split].setdefault(entry.source, {})
-        for name, count in counts.items():
-            if count is not None:
-                row[name] = row.get(name, 0) + count
-    return sums
-
-
 def write_description(
     directory: Path, entries: Sequence[ShardEntry], inputs: Sequence[documents.InputRead], counts: Counts
 ) -> None:
@@ -394,38 +432,11 @@ def write_description(
         **asdict(counts),
         "files": [file for item in inputs for file in item.files],
         "pinned": {item.source: item.pinned for item in inputs if item.pinned},
-        "lengths": {source: asdict(lengths) for source, lengths in _measure_lengths(directory, entries)},
+        "lengths": {source: asdict(lengths) for source, lengths in measure_lengths(directory, entries)},
         "cleaned": sum_by_source((item.source, item.dropped) for item in inputs),
         "values": {item.source: item.values for item in inputs if item.values},
     }
     files.write_json(directory / "documents.json", about)
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths in tokens of the training documents of a source."""
-
-    documents: int
-    tokens: int
-    median: int
-    longest: int
-    histogram: list[list[int]]  # [from tokens, documents, tokens]
-
-
-def _measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:
-    """Yield (source, lengths of its training documents) from the .idx files, for each source with train shards."""
-    by_source: dict[str, list[Path]] = {}
-    for entry in entries:
-        if entry.split == "train":
-            by_source.setdefault(entry.source, []).append((directory / entry.file).with_suffix(".idx"))
-    for source, paths in by_source.items():
-        lengths = np.concatenate([np.diff(np.fromfile(path, dtype="<u8").astype(np.int64)) for path in paths])
-        kind = np.searchsorted(EDGES, lengths, side="right") - 1
-        numbers = np.bincount(kind, minlength=len(EDGES)).tolist()
-        tokens = np.bincount(kind, weights=lengths, minlength=len(EDGES)).astype(np.int64).tolist()
-        classes = [list(each) for each in zip(EDGES, numbers, tokens, strict=True) if each[1]]
-        median, longest = int(np.median(lengths)), int(lengths.max())
-        yield source, Lengths(len(lengths), int(lengths.sum()), median, longest, classes)
 
 
 def sum_by_source(counted: Iterable[tuple[str, Mapping[str, int]]]) -> SourceCounts:

@@ -24,7 +24,7 @@ from finlm.corpus.documents import Documents
 from finlm.corpus.read import parsing, readers, sources
 from finlm.corpus.read.sources import Input, Split
 from finlm.corpus.selection import Selection
-from finlm.corpus.workers import Context
+from finlm.corpus.workers import Context, list_repeats
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_data import Source, Synthetic
@@ -246,12 +246,15 @@ def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
 
 
 def find_near_duplicates(
-    context: Context, read: Documents, others: Mapping[str, Any], settle: Callable[[], selection.Decisions]
+    context: Context,
+    read: Documents,
+    others: Mapping[str, Any],
+    settle: Callable[[selection.Table], selection.Decisions],
 ) -> Step | None:
     """Run the step `near_duplicates` unless cached; it writes like.npy (see near.find_likes).
 
-    None unless data.dedup.method is near. settle() returns the decisions of selection.settle, which depend on `others`;
-    it is called only if the step is not in the cache. Prints the counts. Raises NotPrepared if the step is missing and
+    None unless data.dedup.method is near. settle(table) returns what selection.settle does, and depends on `others`; it
+    is called only if the step is not in the cache. Prints the counts. Raises NotPrepared if the step is missing and
     the cache may not build.
     """
     settings = context.data.dedup
@@ -260,9 +263,12 @@ def find_near_duplicates(
 
     def make(directory: Path) -> dict[str, int]:
         """Write like.npy into directory; return the counts of the manifest."""
-        compared = near.write_likes(context, directory, read.chunks, near.first_states(settle()))
+        table = selection.Table.read(read.chunks, directory)
+        states = near.first_states(settle(table))
+        table.remove()
+        compared = near.write_likes(context, directory, read.chunks, states)
         like = np.load(directory / "like.npy", mmap_mode="r")
-        return {"compared": compared, "duplicates": sum(len(repeats) for repeats, _ in selection.list_repeats(like))}
+        return {"compared": compared, "duplicates": sum(len(repeats) for repeats, _ in list_repeats(like))}
 
     depends_on = {
         "version": [near.VERSION, contamination.FACTS_VERSION, ngrams.SIGNATURE_VERSION],
@@ -289,9 +295,8 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
     perplexity_step = perplexity.measure_perplexity(context, read)
     splits = [item.split for item in read.inputs]
 
-    def settle() -> selection.Decisions:
+    def settle(table: selection.Table) -> selection.Decisions:
         """Return the decision codes before near-duplicates are dropped (selection.settle)."""
-        table = selection.Table.read(read.chunks)
         dropped = np.full(len(table.source), selection.TRAIN, dtype=np.uint8)
         if perplexity_step is not None:
             dropped[perplexity.surprising_documents(perplexity_step, context.data.clean)] = selection.PERPLEXITY
@@ -311,9 +316,10 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
 
     def make(directory: Path) -> dict[str, object]:
         """Write decisions.npy and dropped.jsonl into directory; return the counts."""
-        table, like = selection.Table.read(read.chunks), near.read_likes(near_step)
-        decision = selection.hold_out(table, splits, context.data, settle(), like)
+        table, like = selection.Table.read(read.chunks, directory), near.read_likes(near_step)
+        decision = selection.hold_out(table, splits, context.data, settle(table), like)
         counts = selection.count_decisions(table, decision, read.inputs)
+        table.remove()
         selection.write_decisions(directory, decision)
         _write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
         leak = {"leak": near.count_leak(context, directory, read, decision)} if sides else {}

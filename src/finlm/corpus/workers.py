@@ -399,3 +399,34 @@ class Context:
         """Print `text` with the step's name on stderr; print nothing if the cache may not build."""
         if self.cache.build:
             screen.say(f"{step.manifest['step']}: {text}{' (reused)' if step.reused else ''}")
+
+
+BLOCK = 2**20  # documents whose values are worked on together, to save memory
+
+
+def new_array(directory: Path | None, name: str, shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
+    """Return an array of zeros: mapped from a new file <name>.column in the directory, or in memory without one."""
+    if directory is None or not shape[0]:
+        return np.zeros(shape, dtype=kind)
+    return np.memmap(directory / f"{name}.column", dtype=kind, mode="w+", shape=shape)
+
+
+def blocks(count: int, start: int = 0) -> list[slice]:
+    """Return slices of BLOCK indexes, in order, from start to count."""
+    return [slice(first, min(first + BLOCK, count)) for first in range(start, count, BLOCK)]
+
+
+def label_type(count: int) -> np.dtype[Any]:
+    """Return the type of the indexes of `count` documents: uint32 as long as it has all of them, then uint64."""
+    return np.dtype("<u4") if count <= 2**32 else np.dtype("<u8")
+
+
+def list_repeats(like: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield (documents that repeat another, the document that each repeats), for blocks of BLOCK documents.
+
+    `like` [documents] has the index of what a document repeats, else its own. A block may have no such documents.
+    """
+    for block in blocks(len(like)):
+        here = np.array(like[block], dtype=np.int64)
+        repeats = np.flatnonzero(here != np.arange(block.start, block.stop))
+        yield repeats + block.start, here[repeats]

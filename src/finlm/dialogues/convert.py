@@ -26,11 +26,10 @@ import numpy as np
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Step, bar, ignore_progress
-from finlm.corpus import normalize, selection, steps, vocabulary
+from finlm.corpus import normalize, steps, vocabulary
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input
-from finlm.corpus.selection import ShardEntry
 from finlm.corpus.workers import Context
 from finlm.dialogues import encode, shards, templates
 from finlm.dialogues.shards import Encoded, Spool, Tally
@@ -38,6 +37,7 @@ from finlm.dialogues.templates import LeftOut, Message, Refused
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Sft
+from finlm.rows.shards import ShardEntry, totals
 from finlm.tokens import pretrained, vocab
 
 VERSION = 9
@@ -416,7 +416,7 @@ def _make_manifest(
         "add_bos": tokenizer.bos is not None,
         "encoder": tokenizer.library,
         "tokenizer_sha256": files.sha256_json(pretrained.fingerprint(directory / "tokenizer")),
-        "totals": selection.totals(entries),
+        "totals": totals(entries),
         "shards": [entry.to_json() for entry in entries],
         "dialogues": shards.by_source(tallies, "counts"),
         **{name: shards.by_source(tallies, name) for name in ("refused", "broken", "unread")},

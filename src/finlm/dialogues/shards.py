@@ -22,9 +22,8 @@ from finlm.corpus import selection
 from finlm.corpus.documents import InputRead
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.sources import Input
-from finlm.corpus.selection import ShardEntry
 from finlm.recipe.schema_data import Data
-from finlm.rows.shards import Split
+from finlm.rows.shards import SPLITS, ShardEntry, Split
 
 _COUNTED = ("rows", "broken", "cleaned", "duplicate", "too_short", "equals_held_out", "reserved", "held_out", "kept")
 # A stretch of tokens that stays together: a dialogue, a part of one, a document, an answer behind its prompt. Its
@@ -123,7 +122,7 @@ class Spool:
         source = np.array([numbers[tally.item.source] for tally in tallies])[inputs[pieces["dialogue"]]]
         ends = np.cumsum(pieces["tokens"], dtype=np.int64)
         entries = []
-        for split, code in zip(selection.SPLITS, (selection.TRAIN, selection.HELD_OUT), strict=True):
+        for split, code in zip(SPLITS, (selection.TRAIN, selection.HELD_OUT), strict=True):
             chosen = np.flatnonzero(decision == code)
             chosen = chosen[np.argsort(source[chosen], kind="stable")]
             groups = np.split(chosen, np.searchsorted(source[chosen], np.arange(1, len(numbers))))

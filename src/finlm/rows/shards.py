@@ -11,8 +11,8 @@ Rows.documents is what a mask between documents is made from. Nothing here write
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from finlm.base.errors import UserError
 
 Ids = npt.NDArray[np.int64]
 Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
 IGNORED = -100  # the label that no loss counts, as in PyTorch's cross entropy
 
 
@@ -254,6 +255,71 @@ class Order:
         for key in keys:
             left, right = right, left ^ (_splitmix(right ^ key) & mask)
         return (left << self._half_bits) | right
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """A shard in the manifest of a shards directory."""
+
+    source: str
+    split: Split
+    file: str
+    sha256: str
+    index_sha256: str
+    mask_sha256: str | None = None  # of dialogues
+    tokens: int
+    documents: int
+    text_bytes: int
+    learnt: int | None = None  # tokens of dialogues that are learnt from
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return the entry as manifest.json has it, without fields that are None."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def totals(entries: Sequence[ShardEntry]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the sums over shards as {split: {source: {tokens, documents, text_bytes, learnt}}}.
+
+    `learnt`, the tokens that are learnt from, is there only for dialogues.
+    """
+    sums: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
+    for entry in entries:
+        counts = {name: getattr(entry, name) for name in ("tokens", "documents", "text_bytes", "learnt")}
+        row = sums[entry.split].setdefault(entry.source, {})
+        for name, count in counts.items():
+            if count is not None:
+                row[name] = row.get(name, 0) + count
+    return sums
+
+
+EDGES = (0, *(2**power for power in range(5, 18)))  # tokens; the last class is open
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens of the training documents of a source."""
+
+    documents: int
+    tokens: int
+    median: int
+    longest: int
+    histogram: list[list[int]]  # [from tokens, documents, tokens]
+
+
+def measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:
+    """Yield (source, lengths of its training documents) from the .idx files, for each source with train shards."""
+    by_source: dict[str, list[Path]] = {}
+    for entry in entries:
+        if entry.split == "train":
+            by_source.setdefault(entry.source, []).append((directory / entry.file).with_suffix(".idx"))
+    for source, paths in by_source.items():
+        lengths = np.concatenate([np.diff(np.fromfile(path, dtype="<u8").astype(np.int64)) for path in paths])
+        kind = np.searchsorted(EDGES, lengths, side="right") - 1
+        numbers = np.bincount(kind, minlength=len(EDGES)).tolist()
+        tokens = np.bincount(kind, weights=lengths, minlength=len(EDGES)).astype(np.int64).tolist()
+        classes = [list(each) for each in zip(EDGES, numbers, tokens, strict=True) if each[1]]
+        median, longest = int(np.median(lengths)), int(lengths.max())
+        yield source, Lengths(len(lengths), int(lengths.sum()), median, longest, classes)
 
 
 def _splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
