@@ -22,7 +22,7 @@ from finlm.corpus.read import readers
 from finlm.corpus.workers import Context
 from finlm.recipe import recipe
 from finlm.rows import dialogues
-from finlm.rows.shards import Shard, Shards
+from finlm.rows.shards import Shard, Shards, measure_lengths
 from finlm.world import writer
 
 from helpers import QUICKSTART
@@ -169,7 +169,7 @@ def test_sources_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Name, "compared", 0)
     entries = encode.write_shards(context, tmp_path, tasks, 20 * count)
     assert [entry.source for entry in entries] == names
-    lengths = dict(selection._measure_lengths(tmp_path, entries))
+    lengths = dict(measure_lengths(tmp_path, entries))
     assert [row.longest for row in lengths.values()] == [9] * count
     shards = [Shard(entry.source, tmp_path / entry.file, 9, 1, 20, np.dtype("<u2")) for entry in entries]
     assert len(dialogues.make_index(shards, "best_fit", 8).sources) == count
