@@ -333,7 +333,9 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         "held_out_documents": context.data.held_out_documents,
         **others,
     } | ({"sides": [sides, context.data.dedup.threshold]} if sides else {})
-    space = read.count * (1 + bool(sides) * (5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT))
+    space = read.count * (
+        1 + selection.BYTES_A_DOCUMENT + bool(sides) * (5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT)
+    )
     step = context.cache.step("selection", depends_on, make, space)
     chosen = Selection(step)
     _say_selection(context, step, chosen, sides)
