@@ -9,8 +9,8 @@ The lowest hashes would move with the size of a source, and documents that were 
 on in a large one. So the whole share is kept out of training, and beyond held_out_documents it is only reserved.
 
 Samples of dropped documents are kept for people to look at, and documents.json lists lengths, reasons and frequent
-values of the prepared data. Memory: 0.2 GB and about 8 bytes a document. Columns of more lie in mapped files, BYTES_A_DOCUMENT,
-and are worked on in blocks. Dialogues, and fields that hold out (64-bit values, sorted at once), take more.
+values of the prepared data. Memory: 0.2 GB and about 8 bytes a document. More lies in mapped files, which are
+worked on in blocks. Dialogues, and fields that hold out (64-bit values, sorted at once), take more.
 """
 
 from __future__ import annotations
