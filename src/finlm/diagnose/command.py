@@ -26,10 +26,9 @@ from typing import BinaryIO
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.secrets import send
-from finlm.diagnose.endings import exceptions
 from finlm.diagnose.findings import Finding, Former, diagnose, former_launches
-from finlm.diagnose.lines import clean
-from finlm.diagnose.read import Log, scan
+from finlm.diagnose.lines import Log, clean, exceptions
+from finlm.diagnose.read import scan
 from finlm.diagnose.signatures import Program, Signatures, concrete
 
 __all__ = ["Finding", "of_logs", "of_run", "run"]

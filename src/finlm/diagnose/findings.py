@@ -12,9 +12,18 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finlm.diagnose.endings import DERIVED, Raised, exceptions, tail_lines
-from finlm.diagnose.lines import GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean
-from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
+from finlm.diagnose.lines import (
+    DERIVED,
+    GOES_ON_AFTER,
+    LAST_WORDS,
+    Hit,
+    Log,
+    Raised,
+    clean,
+    exceptions,
+    tail_lines,
+)
+from finlm.diagnose.read import TRAINER_ENDS, frame_before, is_of_library
 from finlm.diagnose.signatures import (
     IGNORED,
     PLACEHOLDER,

@@ -1,14 +1,19 @@
-"""Parse one line of a log: its text without colours and prefixes of launchers and loggers, and what those prefixes say.
+"""Parse the lines of a log: texts without prefixes, what those prefixes say, and the exceptions in the log's end.
 
 Some lines are no statement of the program: a traceback's source line, pip's messages, a scheduler's report, the help
-text of a command. Signatures are not matched against such lines (see `kind`). Other lines show where one launch ends
-and the next begins in a log that several were appended to.
+text of a command. Signatures are not matched against such lines (see `kind`).
+
+A signature knows words; a rule of endings.yaml knows only what most exceptions of a class mean, by the package that
+raised it and the words of its message. It counts where no signature explains the exception, and is never certain.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 _PREFIX = re.compile(
@@ -116,42 +121,6 @@ def of_name(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else ("", None)
 
 
-# What only a launcher, or a program that could not even begin, prints: a new launch once the former has ended.
-_BEGINS = re.compile(
-    r"runner\.py:\d+:main\] cmd = |nohup: ignoring input|Setting OMP_NUM_THREADS environment variable for each|"
-    r"INFO:root:Using nproc_per_node|Initializing \d+ distributed tasks at|Started a local Ray instance|"
-    r"values were not passed to `accelerate launch`|vLLM API server version|run sh: `|"
-    r"^(?:Job (?:started|begins)|Start(?:ing|ed)? (?:job|training|run)\b|SLURM_JOB_?ID)"
-)
-_NEVER_BEGAN = re.compile(r"^usage: |SyntaxError|IndentationError|can't open file '")
-# What a rank prints when it begins: a new launch only when the launcher itself had reported the end of the former.
-_RANK_BEGINS = re.compile(r"get_accelerator\] Setting ds_accelerator|checkpoint shards: +0%\|")
-TRAINER_ENDS = r"train_runtime(?!': [\d.]+, 'train_tokens)"  # LLaMA-Factory's lines of progress have both
-_LAUNCHER_ENDS = re.compile(
-    r"ChildFailedError|exits with return code = |exits successfully|Exited with exit code|output \(if any\) is above|"
-    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|Training completed\. Do not forget|" + TRAINER_ENDS
-)
-_RANK_ENDS = re.compile(
-    r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b|: error: |command not found|"
-    r"core dumped|Segmentation fault|^Killed$"
-)
-MARKS = (_BEGINS.pattern, _NEVER_BEGAN.pattern, _RANK_BEGINS.pattern, _LAUNCHER_ENDS.pattern)
-
-
-def begins_launch(text: str, end: str) -> bool:
-    """Return whether a cleaned line begins a launch, given `end`, the line that ended the former launch; "" for any."""
-    if _NEVER_BEGAN.search(text):
-        return not re.search(r"SyntaxError|IndentationError|: error: |can't open", end)  # each rank prints it
-    return bool(_BEGINS.search(text) or (_RANK_BEGINS.search(text) and (not end or ends_launch(end) == "launcher")))
-
-
-def ends_launch(text: str) -> str:
-    """Return who reports the end of a launch in this line, "launcher" or "rank"; "" if the line reports none."""
-    if _LAUNCHER_ENDS.search(text):
-        return "launcher"
-    return "rank" if _RANK_ENDS.search(text) else ""
-
-
 # The last words of a log that no exception ends: level names, and what shells, launchers and allocators print.
 _SHELL_ENDS = (
     r"^(?:\^C|(?:[Ss]egmentation fault|Bus error|Aborted!?|Alarm clock|Broken pipe|User defined signal \d|Quit|FAILED|"
@@ -183,3 +152,270 @@ LAST_WORDS = re.compile(
     + "|".join((_SHELL_ENDS, _RUNTIME_ENDS, _SCHEDULER_ENDS))
 )
 GOES_ON_AFTER = re.compile(r"\bINFO\b|\b200 OK\b|(?i:\bdone\b|complete|finished|success|saved)")
+
+
+@dataclass
+class Hit:
+    """A log line that has a literal of some pattern, with its number, byte offset, host, rank and time."""
+
+    source: str
+    line: int
+    offset: int
+    text: str
+    host: str
+    rank: int | None
+    time: float | None
+    kind: str = ""  # what the line is when it is no statement of the program: see kind()
+    last: int = 0  # byte offset of the last line of this shape
+    around: bytes = b""
+
+
+@dataclass
+class Log:
+    """What was read of a log: candidate lines in order, progress lines, its first and last bytes, and its launches."""
+
+    name: str
+    hits: list[Hit] = field(default_factory=list)
+    size: int = 0
+    lines: int = 0
+    steps: list[tuple[int, str]] = field(default_factory=list)  # byte offset and text of training progress, the last
+    head: bytes = b""
+    tail: bytes = b""
+    tail_line: int = 1  # number of the line that the tail begins with
+    launches: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])  # first byte offset and line of each
+    ends: dict[re.Pattern[bytes], int] = field(default_factory=dict)  # byte offset at which its last match in tail ends
+
+    def rest(self, offset: int) -> str:
+        """Return the text after the line at a byte offset, as far as the stored tail reaches back."""
+        behind = self.tail[max(0, offset - (self.size - len(self.tail))) :]
+        if offset >= self.size - len(self.tail):
+            behind = behind.partition(b"\n")[2]
+        return behind.decode("utf-8", errors="replace")
+
+    def last_match(self, expression: re.Pattern[bytes]) -> int:
+        """Return the byte offset at which the last match in the tail ends, -1 for none; stores it in `ends`."""
+        if expression not in self.ends:
+            first = self.size - len(self.tail)
+            self.ends[expression] = max((first + match.end() for match in expression.finditer(self.tail)), default=-1)
+        return self.ends[expression]
+
+    def is_followed_by(self, expression: re.Pattern[bytes], offset: int) -> bool:
+        """Return whether the expression matches in rest(offset); searches the tail only once for all offsets."""
+        first = self.size - len(self.tail)
+        newline = self.tail.find(b"\n", offset - first) if offset >= first else -1
+        behind = first + newline + 1 if newline >= 0 else self.size if offset >= first else first
+        return self.last_match(expression) > behind
+
+    def launch(self, index: int) -> Log:
+        """Return a launch of this log as a Log of its own; index -1 is the last launch."""
+        index %= len(self.launches)
+        start = self.launches[index][0]
+        end = self.launches[index + 1][0] if index + 1 < len(self.launches) else self.size
+        first = self.size - len(self.tail)
+        return replace(
+            self,
+            hits=[hit for hit in self.hits if start <= hit.offset < end],
+            steps=[step for step in self.steps if start <= step[0] < end],
+            tail=self.tail[max(0, start - first) : max(0, end - first)],
+            size=end,
+            tail_line=self.launches[index][1] if start > first else self.tail_line,
+            launches=[self.launches[index]],
+            ends={},
+        )
+
+    def steps_between(self, first: int, last: int) -> int:
+        """Return the number of different progress lines between two byte offsets."""
+        return len({text for place, text in self.steps if first < place < last})
+
+    def steps_after(self, offset: int) -> int:
+        """Return the number of different progress lines after a byte offset; a bar redrawn in place counts once."""
+        return len({text for place, text in self.steps if place > offset})
+
+
+CUT_LINES = 60  # within so many lines of its end a log is cut inside a traceback
+MESSAGE_LINES = 12  # of a message over several lines, what signatures may explain
+RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?:\(\w+\))?(?:: (?P<message>.*)|:?)$")
+NO_ERROR = re.compile(r"^(?:\w+\.)*(?:KeyboardInterrupt|SystemExit: 0|\w*Warning)\b")
+# Where a message over several lines ends at the latest: another speaker's line.
+SPEAKS = re.compile(
+    r"^(?:srun|slurmstepd|sbatch|salloc): |^\[?[EWI]\d{3,4} |^(?:ERROR|WARNING|INFO|DEBUG)\b|^\[?\d{4}-\d\d-\d\d|"
+    r"^Killing subprocess|^={20}|^torch\.distributed\.elastic|^(?:Terminated|Killed|Aborted|Segmentation fault)\b|"
+    r"^\s*\d+%\||^>> |^wandb: |^make: "
+)
+# What only says that another process, or an exception shown before, ended this one.
+DERIVED = re.compile(
+    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|SignalException|SystemExit|CalledProcessError|"
+    r"DatasetGenerationError|RendezvousConnectionError|ProcessRaisedException|ProcessExitedException|BrokenProcessPool|"
+    r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
+    r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
+    r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$|"
+    r"Error: .*\b(?:[Ss]erver|[Ee]ngine|[Ww]orker|[Pp]rocess|[Jj]ob|[Cc]hild|[Cc]ase)\b.{0,30}\b"
+    r"(?:failed|died|crashed|exited)(?: unexpectedly| with (?:exit |return )?(?:code|status) \S+)?\.?$"
+)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file; uses PyYAML if installed, ten times as fast, else ruamel.yaml."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        from ruamel.yaml import YAML
+
+        return YAML(typ="safe", pure=True).load(text)
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@dataclass
+class Raised:
+    """An exception in a log: its line as a hit, the frame that raised it, and the lines of its message."""
+
+    hit: Hit
+    frames: list[str]  # of its traceback
+    first: int  # line that its traceback begins with
+    source: str = ""  # the line of code of the last frame
+    message: list[str] = field(default_factory=list)
+    chained: bool = False  # raised while another one was handled, which is its cause
+    is_cut: bool = False  # the log ends inside its traceback, before the exception's own line
+
+    @property
+    def frame(self) -> str:
+        """The last frame, which raised it; "" if there is none."""
+        return self.frames[-1] if self.frames else ""
+
+    @property
+    def speaker(self) -> tuple[str, str, int | None]:
+        """The log, host and rank that printed it."""
+        return self.hit.source, self.hit.host, self.hit.rank
+
+    @property
+    def derived(self) -> bool:
+        """Whether the exception only reports the death of another process, or is cut off."""
+        return self.is_cut or bool(DERIVED.search(self.hit.text))
+
+    def covers(self, hit: Hit) -> bool:
+        """Return whether a line is this exception's, or belongs to its traceback or message."""
+        return hit.source == self.hit.source and self.first <= hit.line <= self.hit.line + len(self.message)
+
+
+@dataclass
+class _Traceback:
+    """A traceback whose exception has not been printed yet; `between` counts the other lines since its last frame."""
+
+    first: int
+    frames: list[str]
+    source: str = ""
+    between: int = 0
+
+
+def exceptions(log: Log) -> list[Raised]:
+    """Return the exceptions in the stored end of a log, in the order of their lines.
+
+    Tracebacks without an exception that stand in the last CUT_LINES lines come last, with `is_cut`.
+    """
+    shown: list[Raised] = []
+    opened: dict[tuple[str, int | None], _Traceback] = {}  # by speaker
+    told: Raised | None = None  # whose message may go on
+    chained: set[tuple[str, int | None]] = set()  # speakers whose next exception follows from their last
+    number = 0
+    for number, offset, line in tail_lines(log):
+        text, said = clean(line)
+        who = speaker(text, said)
+        text = re.sub(r"^\s*(?:\| )+", "", text)  # an ExceptionGroup's branches
+        if "another exception occurred:" in text or "direct cause of the following" in text:
+            chained.add(who)
+        frame = FRAME.match(text)
+        if frame or "Traceback (most recent call last)" in text:
+            now = opened.get(who) if frame else None
+            opened[who] = _Traceback(
+                now.first if now else number, [*(now.frames if now else ()), *([text.strip()] if frame else ())]
+            )
+            told = None
+        elif who in opened:
+            now = opened[who]
+            match = RAISED.match(text)
+            if match and (now.between == 0 or match["name"][:1].isupper()) and not NO_ERROR.match(text):
+                del opened[who]
+                hit = Hit(log.name, number, offset, text, *who, moment(line), last=offset)
+                told = Raised(hit, now.frames, now.first, now.source, chained=who in chained)
+                chained.discard(who)
+                shown.append(told)
+            elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
+                now.between += 1
+                if now.between > 41:
+                    del opened[who]
+            elif text.strip(" ~^"):
+                now.source = now.source or text.strip()
+        elif told and len(told.message) < MESSAGE_LINES and not SPEAKS.match(text):
+            if number == told.hit.line + len(told.message) + 1:
+                told.message.append(text)
+        else:
+            told = None
+    for who, now in opened.items():
+        if now.frames and not now.between and number - now.first < CUT_LINES:
+            hit = Hit(log.name, now.first, log.size, now.frames[-1], *who, None, last=log.size)
+            shown.append(Raised(hit, now.frames, now.first, now.source, is_cut=True))
+    return shown
+
+
+def tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
+    """Yield (line number, byte offset, text) of the lines in the stored end of a log; a redrawn bar's last state."""
+    offset, number = log.size - len(log.tail), log.tail_line
+    for raw in log.tail.split(b"\n"):
+        yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
+        number += 1
+        offset += len(raw) + 1
+
+
+_DUMP = re.compile(r"(?<=Error): \{['\"].*")  # a dictionary printed as a message says nothing in words
+# Frames that pass on what another did: the interpreter's own files, torch's wrappers, a lookup in a module.
+_PASSES_ON = re.compile(
+    r"/lib/python3[\d.]*/(?!(?:site|dist)-packages)|torch/(?:nn/modules/(?:module|container)|utils/_contextlib|_ops|"
+    r"_dynamo/eval_frame|amp/autocast_mode|autograd/(?:__init__|graph|function)|_tensor|utils/checkpoint)\.py|"
+    r"functools\.py|contextlib\.py|<frozen |<string>|<decorator"
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A rule that names the cause of an exception which no signature knows, by its class, words and place.
+
+    `says` has (name, text) of facts; {names} of other facts in a text are replaced.
+    """
+
+    cause: str
+    error: re.Pattern[str]  # of the exception's line
+    frame: re.Pattern[str]  # of the last frame that does not only pass on what another did
+    source: re.Pattern[str]  # of the last frame's line of code
+    library: bool | None  # whether an installed package raised it; None for any place, and for no place
+    says: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, rule: Mapping[str, Any]) -> Ending:
+        """Return the rule that an entry of endings.yaml describes. Raises KeyError without cause, re.error."""
+        error, frame, source = (re.compile(rule.get(key, "")) for key in ("error", "frame", "source"))
+        return cls(rule["cause"], error, frame, source, rule.get("library"), tuple(rule.get("says", {}).items()))
+
+    def facts(self, error: str, frames: Sequence[str], source: str) -> dict[str, str] | None:
+        """Return what the rule says of an exception: {name: text}; None if the rule does not fit it.
+
+        `error` is the exception's line, `source` the last frame's line of code, "" if unknown. Names are error, why,
+        source, place, package, those of `says` and the groups of the rule's expression, as far as they are known.
+        """
+        telling = next((frame for frame in reversed(frames) if not _PASSES_ON.search(frame)), "".join(frames[-1:]))
+        match = self.error.search(_DUMP.sub("", error))
+        if not match or not self.frame.search(telling) or not self.source.search(source):
+            return None
+        if self.library is not None and (not telling or self.library != bool(IN_LIBRARY.search(telling))):
+            return None
+        facts = {name: value.strip() for name, value in match.groupdict().items() if value}
+        error = error.strip(" .:")[:200]
+        facts |= {"error": error, "why": error.partition(": ")[2] or error}
+        facts |= {"source": source[:200]} if source else {}
+        place = re.match(r'File "?(?P<file>[^"]+?)"?(?:, line |:)(?P<line>\d+)', telling)
+        if place:
+            facts["place"] = f"{Path(place['file']).name}:{place['line']}"
+            package = re.search(r"-packages/(\w+)", place["file"]) or IN_LIBRARY.search(place["file"])
+            facts |= {"package": package[package.lastindex or 0].strip("/")} if package else {}
+        known = [(name, text) for name, text in self.says if set(re.findall(r"\{(\w+)\}", text)) <= set(facts)]
+        return facts | {name: text.format_map(facts) for name, text in known}

@@ -12,13 +12,12 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, BinaryIO
 
 import ahocorasick
 
-from finlm.diagnose.lines import FRAME, IN_LIBRARY, begins_launch, clean, ends_launch, kind, moment, of_name, speaker
+from finlm.diagnose.lines import FRAME, IN_LIBRARY, Hit, Log, clean, kind, moment, of_name, speaker
 
 BLOCK_BYTES = 1 << 22
 LINE_BYTES = 4096  # of a longer line this much on either side of the match is looked at
@@ -47,84 +46,40 @@ _STEP = re.compile(
 _PREPARING = re.compile(
     r"(?i)\b(load|map|generat|tokeni|download|fetch|resolv|filter|sav|pack|writ|creat|convert|add|truncat|apply|shard)"
 )
+# What only a launcher, or a program that could not even begin, prints: a new launch once the former has ended.
+_BEGINS = re.compile(
+    r"runner\.py:\d+:main\] cmd = |nohup: ignoring input|Setting OMP_NUM_THREADS environment variable for each|"
+    r"INFO:root:Using nproc_per_node|Initializing \d+ distributed tasks at|Started a local Ray instance|"
+    r"values were not passed to `accelerate launch`|vLLM API server version|run sh: `|"
+    r"^(?:Job (?:started|begins)|Start(?:ing|ed)? (?:job|training|run)\b|SLURM_JOB_?ID)"
+)
+_NEVER_BEGAN = re.compile(r"^usage: |SyntaxError|IndentationError|can't open file '")
+# What a rank prints when it begins: a new launch only when the launcher itself had reported the end of the former.
+_RANK_BEGINS = re.compile(r"get_accelerator\] Setting ds_accelerator|checkpoint shards: +0%\|")
+TRAINER_ENDS = r"train_runtime(?!': [\d.]+, 'train_tokens)"  # LLaMA-Factory's lines of progress have both
+_LAUNCHER_ENDS = re.compile(
+    r"ChildFailedError|exits with return code = |exits successfully|Exited with exit code|output \(if any\) is above|"
+    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|Training completed\. Do not forget|" + TRAINER_ENDS
+)
+_RANK_ENDS = re.compile(
+    r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b|: error: |command not found|"
+    r"core dumped|Segmentation fault|^Killed$"
+)
+LAUNCH_MARKS = (_BEGINS.pattern, _NEVER_BEGAN.pattern, _RANK_BEGINS.pattern, _LAUNCHER_ENDS.pattern)
 
 
-@dataclass
-class Hit:
-    """A log line that has a literal of some pattern, with its number, byte offset, host, rank and time."""
-
-    source: str
-    line: int
-    offset: int
-    text: str
-    host: str
-    rank: int | None
-    time: float | None
-    kind: str = ""  # what the line is when it is no statement of the program: see lines.kind
-    last: int = 0  # byte offset of the last line of this shape
-    around: bytes = b""
+def begins_launch(text: str, end: str) -> bool:
+    """Return whether a cleaned line begins a launch, given `end`, the line that ended the former launch; "" for any."""
+    if _NEVER_BEGAN.search(text):
+        return not re.search(r"SyntaxError|IndentationError|: error: |can't open", end)  # each rank prints it
+    return bool(_BEGINS.search(text) or (_RANK_BEGINS.search(text) and (not end or ends_launch(end) == "launcher")))
 
 
-@dataclass
-class Log:
-    """What was read of a log: candidate lines in order, progress lines, its first and last bytes, and its launches."""
-
-    name: str
-    hits: list[Hit] = field(default_factory=list)
-    size: int = 0
-    lines: int = 0
-    steps: list[tuple[int, str]] = field(default_factory=list)  # byte offset and text of training progress, the last
-    head: bytes = b""
-    tail: bytes = b""
-    tail_line: int = 1  # number of the line that the tail begins with
-    launches: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])  # first byte offset and line of each
-    ends: dict[re.Pattern[bytes], int] = field(default_factory=dict)  # byte offset at which its last match in tail ends
-
-    def rest(self, offset: int) -> str:
-        """Return the text after the line at a byte offset, as far as the stored tail reaches back."""
-        behind = self.tail[max(0, offset - (self.size - len(self.tail))) :]
-        if offset >= self.size - len(self.tail):
-            behind = behind.partition(b"\n")[2]
-        return behind.decode("utf-8", errors="replace")
-
-    def last_match(self, expression: re.Pattern[bytes]) -> int:
-        """Return the byte offset at which the last match in the tail ends, -1 for none; stores it in `ends`."""
-        if expression not in self.ends:
-            first = self.size - len(self.tail)
-            self.ends[expression] = max((first + match.end() for match in expression.finditer(self.tail)), default=-1)
-        return self.ends[expression]
-
-    def is_followed_by(self, expression: re.Pattern[bytes], offset: int) -> bool:
-        """Return whether the expression matches in rest(offset); searches the tail only once for all offsets."""
-        first = self.size - len(self.tail)
-        newline = self.tail.find(b"\n", offset - first) if offset >= first else -1
-        behind = first + newline + 1 if newline >= 0 else self.size if offset >= first else first
-        return self.last_match(expression) > behind
-
-    def launch(self, index: int) -> Log:
-        """Return a launch of this log as a Log of its own; index -1 is the last launch."""
-        index %= len(self.launches)
-        start = self.launches[index][0]
-        end = self.launches[index + 1][0] if index + 1 < len(self.launches) else self.size
-        first = self.size - len(self.tail)
-        return replace(
-            self,
-            hits=[hit for hit in self.hits if start <= hit.offset < end],
-            steps=[step for step in self.steps if start <= step[0] < end],
-            tail=self.tail[max(0, start - first) : max(0, end - first)],
-            size=end,
-            tail_line=self.launches[index][1] if start > first else self.tail_line,
-            launches=[self.launches[index]],
-            ends={},
-        )
-
-    def steps_between(self, first: int, last: int) -> int:
-        """Return the number of different progress lines between two byte offsets."""
-        return len({text for place, text in self.steps if first < place < last})
-
-    def steps_after(self, offset: int) -> int:
-        """Return the number of different progress lines after a byte offset; a bar redrawn in place counts once."""
-        return len({text for place, text in self.steps if place > offset})
+def ends_launch(text: str) -> str:
+    """Return who reports the end of a launch in this line, "launcher" or "rank"; "" if the line reports none."""
+    if _LAUNCHER_ENDS.search(text):
+        return "launcher"
+    return "rank" if _RANK_ENDS.search(text) else ""
 
 
 class Prefilter:

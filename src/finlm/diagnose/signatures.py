@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finlm.base import screen
-from finlm.diagnose import lines
-from finlm.diagnose.endings import Ending, read_yaml
-from finlm.diagnose.read import Hit, Log, Prefilter, rarity
+from finlm.diagnose.lines import Ending, Hit, Log, read_yaml
+from finlm.diagnose.read import LAUNCH_MARKS, Prefilter, rarity
 
 if TYPE_CHECKING:
     from finlm.diagnose.findings import Finding  # which speaks a program's words
@@ -100,7 +99,7 @@ class Signatures:
         self.by_literal: dict[str, list[str]] = {}
         patterns = [pattern for signature in self.all.values() for pattern in signature.patterns]
         regexes = [regex for p in patterns for regex in (p.regex, *p.all, *p.none, *filter(None, [p.lacks]))]
-        for regex in dict.fromkeys((*regexes, IGNORED.pattern, *lines.MARKS)):
+        for regex in dict.fromkeys((*regexes, IGNORED.pattern, *LAUNCH_MARKS)):
             for literal in literals(regex):
                 self.by_literal.setdefault(literal, []).append(regex)
         self.prefilter = Prefilter(set(self.by_literal))
