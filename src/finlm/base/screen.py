@@ -288,7 +288,7 @@ def _plain_progress(description: str, total: float | None, unit: str) -> Advance
     name = translate(description)
 
     def advance(amount: float, description: str | None = None) -> None:
-        """Add `amount`; print a line when another tenth of the total is done."""
+        """Add `amount`; when another tenth of the total is done, print a line, with `description` if that is given."""
         nonlocal done, shown
         done += amount
         tenths = int(10 * done / total) if total else 0

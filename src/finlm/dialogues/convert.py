@@ -393,7 +393,10 @@ def _write_shards(
 
 
 def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, broken ones) of a block's first `most` rows, encoded with the settings of `like`."""
+    """Return (rows looked at, broken ones) of a block's first `most` rows, encoded with the settings of `like`.
+
+    `item`, which parsing.Reader passes, is not looked at.
+    """
     result = encode_block(replace(like, block=block), most)
     return result.counts["rows"], result.broken
 

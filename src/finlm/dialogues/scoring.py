@@ -79,7 +79,7 @@ Function = Callable[..., Any]
 
 
 def read_function(path: Path, name: str) -> Function:
-    """Return the function `name` of a Python file, which is executed. Raises UserError if that fails."""
+    """Return the function `name` of a Python file, which is executed. UserError if that fails, or AttributeError."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

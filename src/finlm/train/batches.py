@@ -45,6 +45,7 @@ class Checksum:
     """
 
     def __init__(self) -> None:
+        """Begin at 0."""
         self._sum = 0
 
     def add(self, rows: Iterable[npt.NDArray[Any]]) -> None:

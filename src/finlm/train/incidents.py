@@ -176,6 +176,7 @@ class Gradients:
     """Notes which parameters had a gradient that was not finite, between watch() and name_bad()."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Keep the model's parameters and a flag for each on `device`; nothing is watched yet."""
         self._parameters = dict(model.named_parameters())
         self._flags = torch.zeros(len(self._parameters), dtype=torch.uint8, device=device)
         self.is_watching = False
@@ -188,6 +189,7 @@ class Gradients:
                 parameter.register_hook(partial(self._look, number, parameter))  # type: ignore[no-untyped-call]
 
     def _look(self, number: int, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Set the flag of parameter `number` if its gradient is not finite; the hook that watch() registers."""
         # SummingLinear has no gradient of its own in the middle micro-steps: it is in the sum already.
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None:
@@ -213,6 +215,7 @@ class LossScale:
     """Watches fp16's dynamic loss scale; does nothing for other precisions or a fixed scale."""
 
     def __init__(self, engine: Any, recipe: Settings, gradients: Gradients) -> None:
+        """Call remember(). `gradients` watches `engine`'s module; `recipe` gives the advice its values."""
         self._engine, self._recipe, self._gradients = engine, recipe, gradients
         self._is_last = False
         self.remember()
@@ -272,8 +275,8 @@ class Stopwatch:
     """Measures this rank's seconds of work in a step: reading rows and, below ZeRO-3, the forward passes."""
 
     def __init__(self, plan: Plan) -> None:
-        self._counts_forward = plan.zero_stage < 3
-        self._on_device = plan.device == "cuda"
+        """Begin at 0 seconds; the plan's ZeRO stage and device say how forward() measures."""
+        self._counts_forward, self._on_device = plan.zero_stage < 3, plan.device == "cuda"
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -319,10 +322,7 @@ class Stragglers:
         self._told: int | None = None
 
     def judge(self, seconds: Sequence[float]) -> Incident | None:
-        """Store each rank's seconds of work in this step; return an incident if a rank is slow, else None.
-
-        Compares medians of settings.steps steps. Never names the same rank twice in succession.
-        """
+        """Store each rank's seconds of work in the step; return an incident if one is slow that was not told last."""
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < self.settings.steps:
             return None

@@ -95,6 +95,7 @@ class _LayerCache(delta_net.RowStates):
     """A layer's keys and values, or what it makes them from: [rows, heads, room, head size], made at the first use."""
 
     def __init__(self, batch: _Batch) -> None:
+        """Begin without tensors; the rows, lengths and room are read from `batch` at each use."""
         super().__init__(len(batch.rows))
         self.batch = batch
         self.both: list[torch.Tensor] = []
@@ -129,10 +130,7 @@ class _PromptCache(delta_net.PromptStates):
     """The cache that transformers' layers get while prompts are computed: copies keys and values to the rows."""
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a layer's keys and values, each [prompts, heads, tokens, head size], to the rows.
-
-        Return both as given.
-        """
+        """Copy keys and values, [prompts, heads, tokens, head size], to the rows of `layer`; return both as given."""
         self.layers[layer].write_prompts((key, value), self.rows, self.sources)
         return key, value
 
@@ -149,6 +147,7 @@ class _Batch:
         drawing: Drawing,
         compiled: bool,
     ) -> None:
+        """Make empty rows, at most limits.rows; the arguments are those of generate()."""
         self.model, self.prompts, self.limits, self.given_keys = model, prompts, limits, keys
         inner = causal_lm.base_model(model)
         self.decoder, device = inner.model, inner.model.embed_tokens.weight.device
@@ -169,9 +168,7 @@ class _Batch:
         self.log_probs = torch.zeros(count, limits.most + 1, device=device)
         self.caches = [_LayerCache(self) for _ in self.decoder.layers]
         self.choose: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(choose, drawing=drawing)
-        self.run_layer = _run_layer
-        if self.is_static and compiled:
-            self.run_layer = torch.compile(_run_layer, dynamic=False)
+        self.run_layer = torch.compile(_run_layer, dynamic=False) if self.is_static and compiled else _run_layer
         if self.is_static:
             self.choose = torch.compile(self.choose, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -294,10 +291,12 @@ class _Batch:
         return self.run_layer(layer, *arguments, **named | {"past_key_values": self.caches[number]})
 
     def _tensor(self, values: Any) -> torch.Tensor:
+        """Return (nested) lists of numbers as a tensor on the rows' device."""
         return torch.tensor(values, device=self.rows.device)
 
 
 def _run_layer(layer: Any, *arguments: Any, **named: Any) -> Any:
+    """Run a decoder layer by its class's forward, which _attention() has hidden; return its output."""
     return type(layer).forward(layer, *arguments, **named)
 
 
