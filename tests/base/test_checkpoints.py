@@ -29,13 +29,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def faults(directory: Path) -> list[str]:
-    return checkpoints.faults(directory, Manifest.read(directory).files, threads=3)
+    return checkpoints.find_faults(directory, Manifest.read(directory).files, threads=3)
 
 
 def test_a_whole_checkpoint_has_no_faults_and_an_extra_file_is_named_but_not_read(directory: Path) -> None:
     (directory / "mp_rank_99_model_states.pt").write_text("not ours")
     assert faults(directory) == []
-    assert checkpoints.strangers(directory, Manifest.read(directory)) == ["mp_rank_99_model_states.pt"]
+    assert checkpoints.unlisted_files(directory, Manifest.read(directory)) == ["mp_rank_99_model_states.pt"]
 
 
 def test_every_kind_of_damage_is_named(directory: Path) -> None:
@@ -67,13 +67,13 @@ def test_files_are_proved_once_while_they_stay_the_same_and_a_long_proof_is_show
     monkeypatch.setattr(checkpoints, "_block_digest", digest)
     monkeypatch.setattr(runs, "QUIET_SECONDS", 0.0)
     for _ in range(3):
-        runs.prove(directory, parts, "", "")
+        runs.check_parts(directory, parts, "", "")
     assert len(read) == 3  # the blocks of two files
     said = capsys.readouterr().err
     assert "proving step-10: 100 %" in said and f"{directory}: 16.0 KiB compared with their sha256 in 0." in said
     (directory / "b.pt").write_bytes(b"x")
     with pytest.raises(UserError, match="is damaged: 1 of its 2 files"):
-        runs.prove(directory, parts, "", "")
+        runs.check_parts(directory, parts, "", "")
 
 
 @pytest.mark.parametrize(

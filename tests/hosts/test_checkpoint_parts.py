@@ -173,7 +173,7 @@ def test_a_checkpoint_is_whole_here_once_every_part_is_proved(tmp_path: Path, mo
     (here / "loop_rank_0.pt").write_text("20 0")
     checkpoint_parts.gather_checkpoint(run, N1, 20)
     manifest = Manifest.read(here)
-    assert manifest.is_whole and not checkpoints.faults(here, manifest.files, 1)
+    assert manifest.is_whole and not checkpoints.find_faults(here, manifest.files, 1)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-20"]
     (here / "loop_rank_1.pt").write_text("20 y")
     checkpoint_parts.gather_checkpoint(run, N1, 20)

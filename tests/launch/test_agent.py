@@ -22,7 +22,7 @@ from finlm.base import processes
 from finlm.base.errors import UserError
 from finlm.base.processes import children
 from finlm.base.rundir import RunDir
-from finlm.base.runs import hold
+from finlm.base.runs import hold_lock
 from finlm.launch import agent, head, start, watch
 from finlm.launch.head import Session
 from finlm.launch.messages import Hello, Log, Start
@@ -228,7 +228,7 @@ def test_a_rank_that_outlives_its_launcher_is_seen_by_the_next_agent(
 ) -> None:
     monkeypatch.setattr(agent, "LOCK_SECONDS", 0)
     monkeypatch.setenv("FINLM_HOST", "n1")
-    for held in (agent._lock(there, "n1"), hold(there), hold(there)):  # an agent and two ranks
+    for held in (agent._lock(there, "n1"), hold_lock(there), hold_lock(there)):  # an agent and two ranks
         assert held is not None
         assert agent._lock(there, "n1") is None
         os.close(held)

@@ -216,9 +216,9 @@ def test_a_recipe_does_not_inherit_the_promise_of_its_base(tmp_path: Path) -> No
 
 
 def test_spark_shows_a_curve_in_eight_heights() -> None:
-    assert history.spark([8.0 - step for step in range(8)], 1.0, 8.0) == "█▇▆▅▄▃▂▁"
-    assert history.spark([1.0, 1.0], 1.0, 1.0) == "▁▁"
-    assert len(history.spark([float(value) for value in range(1000)], 0.0, 999.0, 40)) == 40
+    assert history.sparkline([8.0 - step for step in range(8)], 1.0, 8.0) == "█▇▆▅▄▃▂▁"
+    assert history.sparkline([1.0, 1.0], 1.0, 1.0) == "▁▁"
+    assert len(history.sparkline([float(value) for value in range(1000)], 0.0, 999.0, 40)) == 40
 
 
 def test_reproduce_refuses_a_run_that_has_not_finished(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_best_fit_cuts_no_document_that_fits_and_loses_no_label(
 def test_best_fit_fills_rows_like_the_plain_algorithm() -> None:
     for seed in range(5):
         lengths = np.array([length for length in some(seed, 3000) if length <= 65], dtype=np.int32)
-        row, count = dialogues.assign(lengths, 65)
+        row, count = dialogues.fit_best(lengths, 65)
         used = np.bincount(row, weights=lengths, minlength=count)
         assert used.max() <= 65 and used.min() > 0 and len(used) == count
         left: list[int] = []

@@ -121,13 +121,13 @@ def test_a_tokenizer_is_tested_once_and_a_changed_one_again(
     here.write_bytes(model.read_bytes())
     batch = [text.encode() for text in texts(20)]
     wanted = encoders.Gigatoken(here)(batch)[0]
-    assert encoders.prove(here) == ""
+    assert encoders.check_gigatoken(here) == ""
     monkeypatch.setattr(encoders, "find_disagreement", lambda model: "tested again")
-    assert encoders.prove(here) == ""
+    assert encoders.check_gigatoken(here) == ""
     monkeypatch.setattr(encoders, "_convert", lambda *_: pytest.fail("converted again"))
     assert np.array_equal(encoders.Gigatoken(here)(batch)[0], wanted)
     here.write_bytes(model.read_bytes() + b"\0")
-    assert encoders.prove(here) == "tested again"
+    assert encoders.check_gigatoken(here) == "tested again"
 
 
 def test_long_documents_are_cut_without_a_trace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

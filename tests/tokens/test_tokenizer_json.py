@@ -144,7 +144,7 @@ def test_gigatoken_agrees_on_traps_and_a_control_token_in_a_document_is_text(mod
 def test_long_documents_are_cut_without_a_trace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for text in TEXTS for line in text.split("\n")]
     batch = ["", "\n" * 99, "\n".join(lines), "\r\n\n  ".join(lines[:40]), "字" * 500, "a\n b\n\n!\n" * 60]
-    encoded, cuts = [text.encode() for text in batch], encoders.cuts(model)
+    encoded, cuts = [text.encode() for text in batch], encoders.load_cutter(model)
     reference = encoders.reference(model)
     whole, lengths = reference(encoded)
     for limit in (100, 3000):

@@ -12,7 +12,7 @@ def test_one_request_may_reach_a_rank_several_times_and_a_later_one_ends_it() ->
 import signal
 from finlm.base import processes
 from finlm.train import entry
-processes.shield()
+processes.block_stop_signals()
 signal.raise_signal(signal.SIGTERM)  # held back until the rank listens
 entry.note_signals()
 signal.raise_signal(signal.SIGTERM)

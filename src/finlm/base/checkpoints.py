@@ -233,7 +233,7 @@ def _block_digest(block: tuple[Path, int]) -> bytes:
     return hashed.digest()
 
 
-def faults(
+def find_faults(
     directory: Path, parts: Mapping[str, Part], threads: int, advance: Callable[[], None] | None = None
 ) -> list[str]:
     """Return a sentence for each file that is missing, a link, or differs from its Part in size or sha256; [] if none.
@@ -258,7 +258,7 @@ def faults(
     return problems
 
 
-def strangers(directory: Path, manifest: Manifest) -> list[str]:
+def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
     """Return the sorted relative paths of a checkpoint's files that its manifest does not list; nothing reads them."""
     present = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
     return sorted(name for name in present if name != MANIFEST and name not in manifest.files)

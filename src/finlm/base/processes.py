@@ -41,7 +41,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def shield() -> None:
+def block_stop_signals() -> None:
     """Block SIGTERM and SIGINT in this process and in those it starts, until they unblock them.
 
     A scheduler sends them to every process of a job, and not all handle them: a launcher would end with its ranks, ssh

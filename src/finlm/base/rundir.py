@@ -86,7 +86,7 @@ class RunDir:
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Append {"kind": kind, "time": Unix seconds, **fields} to events.jsonl; NaN and infinity become null."""
-        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_finite(fields)})
+        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_without_nan(fields)})
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield the events of events.jsonl, or those of this kind, in order; skip lines that are not JSON."""
@@ -155,13 +155,13 @@ class RunDir:
         return complete_checkpoints(self.path / "continued")
 
 
-def _finite(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     """Return a copy of the JSON-able value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    return [_without_nan(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import checkpoints, files, screen
-from finlm.base.checkpoints import MODEL_MANIFEST, THREADS, VERSION, Manifest, Part, faults, is_inside, sha256
+from finlm.base.checkpoints import MODEL_MANIFEST, THREADS, VERSION, Manifest, Part, find_faults, is_inside, sha256
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, complete_checkpoints, host_name, open_run
 from finlm.base.units import format_bytes
@@ -27,7 +27,7 @@ QUIET_SECONDS = 1.0  # proving for longer is shown
 _proved: set[tuple[Any, ...]] = set()  # names, sizes and times of the files that this process has proved
 
 
-def prove(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> None:
+def check_parts(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> None:
     """Compare every file in `directory` with its Part by size and sha256; raise UserError that names those that differ.
 
     Skips the work if this process has compared them before and they have not changed since. After a second shows a
@@ -52,7 +52,7 @@ def prove(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> N
                 show = stack.enter_context(screen.progress(f"proving {directory.name}", total))
                 show(done)
 
-        wrong = faults(directory, parts, THREADS, advance)
+        wrong = find_faults(directory, parts, THREADS, advance)
     if (seconds := time.monotonic() - began) > QUIET_SECONDS:
         size = format_bytes(sum(part.bytes for part in parts.values()))
         screen.say(f"{directory}: {size} compared with their sha256 in {seconds:.1f} s")
@@ -89,7 +89,7 @@ def prove_model(directory: Path) -> None:
     """Compare a model directory's files with its finlm.json by size and sha256; do nothing without that file.
 
     Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory. Skips
-    files that this process has compared before, and prints how much was compared if it takes a second, as prove() does.
+    files that this process has compared before, and prints how much was compared, as check_parts() does.
     """
     path = directory / MODEL_MANIFEST
     if not path.is_file():
@@ -102,7 +102,7 @@ def prove_model(directory: Path) -> None:
         }
     except (files.NotJson, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is damaged", evidence=str(error), fix=fix) from None
-    prove(directory, {name: part for name, part in parts.items() if is_inside(name)}, "", fix)
+    check_parts(directory, {name: part for name, part in parts.items() if is_inside(name)}, "", fix)
 
 
 _held: set[Path] = set()  # run directories that this process has locked
@@ -220,7 +220,7 @@ def complete_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the newest one if `path` is a run, after comparing its files' hashes.
 
     Raises UserError when it is not complete, is of another version, has files on other hosts only, or is damaged. Skips
-    the comparison, and prints, as prove() does.
+    the comparison, and prints, as check_parts() does.
     """
     if (path / "plan.json").is_file():
         path = newest_checkpoint(RunDir(path))
@@ -243,7 +243,7 @@ def complete_checkpoint(path: Path) -> Path:
             fix="train to the end, which gathers the parts; checkpoint.copies: 1 does so at every checkpoint",
         )
     restore = f"{fix} of another one" if names else "restore these files from a copy"
-    prove(path, manifest.files, others, restore)
+    check_parts(path, manifest.files, others, restore)
     return path
 
 
@@ -262,7 +262,7 @@ def lock_run(run: RunDir) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid, host = holder(run)
+            pid, host = lock_holder(run)
             raise UserError(
                 f"{run.path} is running now",
                 evidence=f"process {pid} on {host} holds its lock",
@@ -278,7 +278,7 @@ def lock_run(run: RunDir) -> Iterator[None]:
             _held.remove(path)
 
 
-def holder(run: RunDir) -> tuple[str, str]:
+def lock_holder(run: RunDir) -> tuple[str, str]:
     """Return (pid, machine's name) of the process that last locked the run, from .lock; ("", "") if nobody did."""
     try:
         pid, _, node = (run.path / ".lock").read_text(encoding="utf-8").strip().partition(" ")
@@ -327,7 +327,7 @@ class RunFailed(UserError):
         self.exit_code, self.host, self.is_final = exit_code, host, is_final
 
 
-def link(directory: Path, target: Path) -> None:
+def link_checkpoint(directory: Path, target: Path) -> None:
     """Hard-link, else copy, a checkpoint's listed files and its manifest into target, which is emptied first.
 
     Raises UserError or FileNotFoundError if the manifest cannot be read (Manifest.read), OSError for a missing file.
@@ -366,7 +366,7 @@ def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
     files.write_text(run.env / f"{host}.env", "".join(f"{name}={value}\n" for name, value in sorted(env.items())))
 
 
-def hold(run: RunDir) -> int | None:
+def hold_lock(run: RunDir) -> int | None:
     """Take a shared lock on this host's lock file until this process ends; return its descriptor.
 
     Returns None if the lock cannot be taken. Programs that this process executes do not inherit the descriptor.

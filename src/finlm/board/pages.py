@@ -127,7 +127,7 @@ def find_run(board: Board, name: str) -> RunDir:
     return found
 
 
-def _mark(run: RunDir) -> tuple[tuple[int, int], ...]:
+def _sizes_and_times(run: RunDir) -> tuple[tuple[int, int], ...]:
     """Return sizes and mtimes of a run's files, which change when the run goes on or is resumed."""
     return tuple(_size_and_time(path) for path in (run.events, run.plan, run.manifest, run.path / ".lock"))
 
@@ -155,7 +155,7 @@ def list_lines(board: Board) -> list[Listed]:
     """Return the rows of `finlm runs`, newest recipe.yaml first; reads again only runs that changed or are not over."""
     found = _newest(board)
     for run in found:
-        mark, kept = _mark(run), _lines.get(run.path)
+        mark, kept = _sizes_and_times(run), _lines.get(run.path)
         if kept is None or kept[0] != mark or kept[1].state in _OPEN:
             _lines[run.path] = mark, _read_line(run)
     return [_lines[run.path][1] for run in found]
@@ -190,7 +190,7 @@ def runs(board: Board, wanted: str) -> Page:
 def run(board: Board, name: str, lang: str) -> Page:
     """Return the page of a run: its report as of now. Raises Missing, and DAMAGED for files that are not finlm's."""
     found = find_run(board, name)
-    read = _history(found.path, _mark(found))
+    read = _history(found.path, _sizes_and_times(found))
     state = history.state(found, read)
     values = run_page.values(found, read, state)
     if state in ("failed", "killed"):

@@ -111,8 +111,8 @@ def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
 
 @cache
 def _cuts(tokenizer: Path) -> encoders.Cuts:
-    """Return the object that cuts long texts for this tokenizer (encoders.cuts), loaded once per process."""
-    return encoders.cuts(tokenizer)
+    """Return the object that cuts long texts for this tokenizer (encoders.load_cutter), loaded once per process."""
+    return encoders.load_cutter(tokenizer)
 
 
 def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
@@ -416,7 +416,7 @@ def _choose_encoder(context: Context, model: Path) -> str:
         raise UserError(
             f"data.encoder {wanted} does not read {model.name}", fix=f"set data.encoder to auto or {library}"
         )
-    different = encoders.prove(model)
+    different = encoders.check_gigatoken(model)
     if not different:
         return "gigatoken"
     _refuse_or_say(context, library, different)

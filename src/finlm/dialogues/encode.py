@@ -31,7 +31,7 @@ from finlm.dialogues.templates import (
     Refused,
     Tools,
     check_messages,
-    keys,
+    name_keys,
     question_turn,
     with_system,
 )
@@ -297,11 +297,11 @@ def read_preference(row: Any, needs_both: bool = False) -> Preference:
         prompt = _prompt_messages(row)
     prompt = with_system(row, prompt)
     if not prompt:
-        raise Refused(f"no prompt, only {keys(row)}")
+        raise Refused(f"no prompt, only {name_keys(row)}")
     if prompt[-1]["role"] != "user":
         raise Refused("the prompt does not end with the user's turn")
     if needs_both and not (chosen and rejected):
-        raise Refused(f"no {'rejected' if chosen else 'chosen'} answer, only {keys(row)}")
+        raise Refused(f"no {'rejected' if chosen else 'chosen'} answer, only {name_keys(row)}")
     answer = row.get("answer")
     return Preference(
         prompt,
@@ -411,7 +411,7 @@ def _turns(value: Any, role: str) -> list[Message]:
         who = item.get("role", item.get("from")) if isinstance(item, dict) else None
         content = item.get("content", item.get("value")) if isinstance(item, dict) else None
         if not isinstance(who, str) or who not in ROLES or not isinstance(content, str):
-            raise Refused(f"a turn without a known role or without text, it has {keys(item)}")
+            raise Refused(f"a turn without a known role or without text, it has {name_keys(item)}")
         messages.append({"role": ROLES[who], "content": content})
     return messages
 

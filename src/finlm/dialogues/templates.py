@@ -253,11 +253,13 @@ def read_messages(row: Any) -> list[Message] | str:
     if not isinstance(row, dict):
         raise Refused("not an object")
     if isinstance(row.get("messages"), list):
-        messages = _turns(row["messages"], "role", "content")
+        messages = _messages_of_turns(row["messages"], "role", "content")
     elif isinstance(row.get("conversations"), list):
-        messages = _turns(row["conversations"], "from", "value")
+        messages = _messages_of_turns(row["conversations"], "from", "value")
     elif isinstance(row.get("conversation"), list):
-        messages = [message for pair in row["conversation"] for message in _turn(pair, "human", "assistant")]
+        messages = [
+            message for pair in row["conversation"] for message in _messages_of_pair(pair, "human", "assistant")
+        ]
     else:
         pair = next((names for names in PAIRS if all(isinstance(row.get(name), str) for name in names)), None)
         if pair is None and isinstance(row.get("text"), str):
@@ -283,7 +285,7 @@ def question_turn(row: Mapping[str, Any], name: str) -> list[Message]:
     return [*_history(row.get("history")), {"role": "user", "content": "\n".join(texts)}]
 
 
-def keys(row: Mapping[str, Any]) -> str:
+def name_keys(row: Mapping[str, Any]) -> str:
     """Return the first eight keys of a row that have a value, sorted, as text for messages."""
     return ", ".join(sorted(str(name) for name, value in row.items() if value is not None)[:8]) or "none"
 
@@ -306,7 +308,7 @@ def _explain_missing(row: Mapping[str, Any]) -> str:
         if name in row:
             return f"{name} is not {kind}"
     missing = f"no {' or '.join(answers)} beside {begun}" if begun else "no messages under any known key"
-    return f"{missing}, only {keys(row)}"
+    return f"{missing}, only {name_keys(row)}"
 
 
 def _is_near(name: str, known: str) -> bool:
@@ -400,7 +402,7 @@ def _from_json(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _turns(items: list[Any], who: str, what: str) -> list[Message]:
+def _messages_of_turns(items: list[Any], who: str, what: str) -> list[Message]:
     """Return the messages of turns, with the role under the key `who` and the text under `what`. Raises Refused."""
     messages = []
     for item in items:
@@ -418,7 +420,7 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
             continue
         if role is None or content is None:
             more = [question] if (question := suggest_key(tuple(item), (who, what))) else []
-            missing = f"a turn without {who if role is None else what}: it has {keys(item)}"
+            missing = f"a turn without {who if role is None else what}: it has {name_keys(item)}"
             raise Refused("; ".join((missing, *more)))
         if not isinstance(role, str) or role not in ROLES:
             raise Refused(f"role {str(role)[:40]}: turns are the system's, the user's, the assistant's or a tool's")
@@ -428,7 +430,7 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
     return messages
 
 
-def _turn(row: Any, ask: str, answer: str) -> Iterator[Message]:
+def _messages_of_pair(row: Any, ask: str, answer: str) -> Iterator[Message]:
     """Yield the user's and the assistant's message of a pair, under the keys `ask` and `answer`.
 
     Raises Refused if one of them is not text.

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finlm.base import checkpoints, files, runs, screen
-from finlm.base.checkpoints import MANIFEST, Manifest, Part, faults
+from finlm.base.checkpoints import MANIFEST, Manifest, Part, find_faults
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
@@ -227,7 +227,7 @@ def _pull(
 
 def _list_damaged(directory: Path, parts: Mapping[str, Part]) -> list[str]:
     """Return the names of the files that are missing in a directory, are links, or differ from their size or sha256."""
-    return [name for name, part in parts.items() if faults(directory, {name: part}, THREADS)]
+    return [name for name, part in parts.items() if find_faults(directory, {name: part}, THREADS)]
 
 
 PATIENCE_SECONDS = 120
@@ -401,10 +401,10 @@ def _link_newest_whole(run: RunDir, common: int) -> int:
     for step, directory in sorted(checkpoints.whole_checkpoints(run.complete_checkpoints()).items(), reverse=True):
         if step <= common:
             break
-        if wrong := checkpoints.faults(directory, Manifest.read(directory).files, THREADS):
+        if wrong := checkpoints.find_faults(directory, Manifest.read(directory).files, THREADS):
             screen.say(f"{directory} is damaged and not used: {'; '.join(wrong[:5])}")
             continue
-        runs.link(directory, run.path / "continued" / directory.name)
+        runs.link_checkpoint(directory, run.path / "continued" / directory.name)
         return step
     return common
 

@@ -109,7 +109,7 @@ def main() -> None:
     Exits the process with 0 once no rank is left. Exits with 1 when the head asks for something else or nothing in
     time, former ranks still hold the run's lock, or the launcher cannot be started.
     """
-    processes.shield()  # the ranks need their agent and launcher alive until their checkpoint is written
+    processes.block_stop_signals()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
     request = line.next_request(30)
     if not isinstance(request, messages.Greet):
@@ -149,7 +149,7 @@ def _lock(run: rundir.RunDir, host: str) -> int | None:
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else holds it
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # each rank takes it too: runs.hold
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # each rank takes it too: runs.hold_lock
             return lock
         except BlockingIOError:
             if time.monotonic() > deadline:

@@ -100,7 +100,7 @@ class Session:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,  # SIGTERM and Ctrl-C are this process's to handle
-            preexec_fn=None if self.local else processes.shield,  # ssh; an agent does it itself
+            preexec_fn=None if self.local else processes.block_stop_signals,  # ssh; an agent does it itself
         )
         self.heard = self._began = time.monotonic()
         threading.Thread(target=self._listen, args=(run,), daemon=True).start()

@@ -340,7 +340,7 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
         step = max(checkpoints.common_steps(held), default=0)
         if step and step not in dict(run.continued_checkpoints()):
             whole = checkpoint_parts.gather_checkpoint(run, hosts, step, accept_new_keys)
-            runs.link(whole, run.path / "continued" / whole.name)
+            runs.link_checkpoint(whole, run.path / "continued" / whole.name)
 
 
 def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:

@@ -278,7 +278,7 @@ def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
     without = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"memory_minutes": None})})
     if recipe.checkpoint.memory_minutes is not None and fitting(without, cluster):
         return "leave checkpoint.memory_minutes out: checkpoints on disk alone need none of this host memory"
-    if fitting(search.waiting(recipe), cluster):
+    if fitting(search.with_waiting_checkpoints(recipe), cluster):
         return "set checkpoint.asynchronous: false, which needs no copy of the states in host memory"
     return ""
 

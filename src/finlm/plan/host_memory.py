@@ -91,7 +91,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
         masters = _in_groups(own, group, 4, pin)
         items = {"fp32 master": masters, "Adam states": 8 * own, "fp32 gradients": masters}
         # Stage 3 has one flat buffer; stages 1 and 2 pin a buffer for each parameter.
-        each = _rounding(shape, layout, 1) if layout.device == "cuda" else 1.0
+        each = _pinned_per_requested(shape, layout, 1) if layout.device == "cuda" else 1.0
         items["sums of gradients"] = pin(layout.gradient_bytes * own) if layout.zero_stage == 3 else int(e * own * each)
     elif layout.offload_optimizer == "stream":
         items = {"fp32 master": 4 * own, "Adam states": 8 * own}
@@ -104,7 +104,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
         # Pinned parameter by parameter when the model is built, then flat; the first copy stays in the allocator.
         items["weights"] = _in_groups(held, bucket_sizes(3, "cpu", shape).sub_group, e, pin)
         if layout.device == "cuda":
-            items["weights, first copy"] = int(e * held * _rounding(shape, layout, layout.world_size))
+            items["weights, first copy"] = int(e * held * _pinned_per_requested(shape, layout, layout.world_size))
     elif layout.offload_param == "nvme":
         kept = min(held, bucket_sizes(3, "none", shape).live)
         largest = max(shape.embedding_parameters, *shape.layer_sizes)
@@ -123,7 +123,7 @@ def _in_groups(parameters: int, group: int, element_bytes: int, pin: Callable[[i
     return whole * pin(element_bytes * group) + (pin(element_bytes * rest) if rest else 0)
 
 
-def _rounding(shape: ModelShape, layout: Layout, ranks: int) -> float:
+def _pinned_per_requested(shape: ModelShape, layout: Layout, ranks: int) -> float:
     """Return allocated over requested bytes when a rank pins its share of every matrix, one of `ranks`, by itself."""
     e = layout.element_bytes
     matrices = [math.prod(sizes) for _, sizes in shape.tensors if len(sizes) > 1]

@@ -47,7 +47,7 @@ def explain_choices(recipe: Recipe, chosen: Candidate, candidates: list[Candidat
         if layout.offload_optimizer == "none" and layout.offload_param == "none":
             yield "no offload: the states fit"
         elif kept and not any(each.fits for each in kept):
-            yield f"offload: without it {_need(min(kept, key=lambda each: each.over))} at least"
+            yield f"offload: without it {_describe_need(min(kept, key=lambda each: each.over))} at least"
         elif kept:
             speeds = [each.tokens_per_second or 0.0 for each in kept if each.fits]
             yield f"offload: {chosen.tokens_per_second or 0.0:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
@@ -59,9 +59,9 @@ def explain_choices(recipe: Recipe, chosen: Candidate, candidates: list[Candidat
             mine = chosen.tokens_per_second or 0.0
             yield f"recompute: {mine:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
         elif others:
-            yield f"recompute: without it {_need(min(others, key=lambda each: each.over))} at least"
+            yield f"recompute: without it {_describe_need(min(others, key=lambda each: each.over))} at least"
     if recipe.batch.micro_batch == "auto":
-        yield f"micro-batch {_rows(chosen)}: {_why_rows(chosen, candidates)}"
+        yield f"micro-batch {_format_micro_batches(chosen)}: {_why_rows(chosen, candidates)}"
     if layout.generation_rows:
         yield _why_generation(chosen)
 
@@ -81,7 +81,7 @@ def _why_stage(chosen: Candidate, candidates: list[Candidate]) -> str:
     """Return why this ZeRO stage: lower ones do not fit, or the others are not faster."""
     lower = [each for each in candidates if each.layout.zero_stage < chosen.layout.zero_stage]
     if lower and not any(each.fits for each in lower):
-        return f"lower stages need {_need(min(lower, key=lambda each: each.over))} at least"
+        return f"lower stages need {_describe_need(min(lower, key=lambda each: each.over))} at least"
     if chosen.tokens_per_second is None:
         return "the simplest that fits; DeepSpeed reports no gradient norm at stage 0 in fp32"
     mine = chosen.layout.zero_stage
@@ -112,7 +112,7 @@ def _why_rows(chosen: Candidate, candidates: list[Candidate]) -> str:
     following = min(larger, key=lambda each: each.layout.micro_batch)
     if following.fits:
         return f"larger ones are less than {search.NEARLY_EQUAL:.0%} faster"
-    return f"{following.layout.micro_batch} rows would need {_need(following)}"
+    return f"{following.layout.micro_batch} rows would need {_describe_need(following)}"
 
 
 def _without_rows(layout: Layout) -> Layout:
@@ -120,7 +120,7 @@ def _without_rows(layout: Layout) -> Layout:
     return dataclasses.replace(layout, micro_batch=0, accumulates=True, generation_rows=0)
 
 
-def _need(candidate: Candidate) -> str:
+def _describe_need(candidate: Candidate) -> str:
     """Return in words how much of its device or host memory a candidate needs, whichever is tighter."""
     what = "GPU" if candidate.layout.device == "cuda" else "rank"
     device = f"{format_bytes(candidate.gpu_bytes)} of {format_bytes(candidate.gpu_limit or 0)} a {what}"
@@ -182,7 +182,7 @@ def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: 
     `recipe` asks for asynchronous checkpoints. Raises ValueError if it has no candidates.
     """
     kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
-    need = _need(min(kept, key=lambda each: (each.gpu_bytes > (each.gpu_limit or each.gpu_bytes), each.over)))
+    need = _describe_need(min(kept, key=lambda each: (each.gpu_bytes > (each.gpu_limit or each.gpu_bytes), each.over)))
     return (
         f"training waits for checkpoints (checkpoint.asynchronous: false): with a copy in host memory {need} at least"
     )
@@ -196,7 +196,7 @@ def nothing_fits_error(
     It gives the smallest candidate's memory and the nearest change that would fit. If `candidates` is empty, it says
     that DeepSpeed accepts no configuration of the recipe's zero: section. Plans again to find what would fit.
     """
-    fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
+    fitting, free = functools.partial(_fitting_candidates, shape, precision), search.relax_recipe(recipe)
     others = fitting(free, cluster)
     settings = f"set {advice.nearest_settings(recipe, others)[0]}" if others else ""
     if not candidates:
@@ -207,12 +207,12 @@ def nothing_fits_error(
             fix=settings or "set zero.stage, zero.offload_optimizer and zero.offload_param to auto",
         )
     nearest = min(candidates, key=lambda each: each.over)
-    evidence = f"the smallest of {len(candidates)} configurations needs {_need(nearest)}: {_short(nearest)}"
+    evidence = f"the smallest of {len(candidates)} configurations needs {_describe_need(nearest)}: {_describe(nearest)}"
     evidence += "\n" + format_items(nearest.gpu_items)
     if lighter := advice.fix_checkpoints(recipe, cluster, fitting):
         fix = lighter
     elif others:
-        fix = f"{settings} (needs {_need(advice.nearest_settings(recipe, others)[1])})"
+        fix = f"{settings} (needs {_describe_need(advice.nearest_settings(recipe, others)[1])})"
     else:
         fix = advice.other_hosts(recipe, cluster, fitting)
     return PlanError(
@@ -232,21 +232,21 @@ def _hint_at_memory(cluster: Cluster, candidates: list[Candidate]) -> str:
     return f"; or, if {name} has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
 
 
-def _short(candidate: Candidate) -> str:
+def _describe(candidate: Candidate) -> str:
     """Return a candidate's configuration in words."""
     layout = candidate.layout
     return (
         f"ZeRO stage {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters "
-        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_rows(candidate)}"
+        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_format_micro_batches(candidate)}"
     )
 
 
-def _rows(candidate: Candidate) -> str:
+def _format_micro_batches(candidate: Candidate) -> str:
     """Return the micro-batch, or unequal ones in the order of the hosts, as text."""
     return " and ".join(map(str, dict.fromkeys(candidate.micro_batches)))
 
 
-def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
+def _fitting_candidates(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
     """Return the recipe's candidates that fit the cluster. Raises PlanError as _rows_per_step() does."""
     candidates = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
     return [each for each in candidates if each.fits]
@@ -268,11 +268,11 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
             f"tokens_per_step {recipe.batch.tokens_per_step:,} rounded to {tokens_per_step:,}: {rows_per_step} rows x"
             f" {recipe.batch.sequence_length} tokens, whole micro-batches on {cluster.world_size} ranks"
         )
-    steps = _steps(recipe, tokens_per_step, train_tokens)
+    steps = _count_steps(recipe, tokens_per_step, train_tokens)
     for key, sentence in rules.warmup_problems(recipe.optim, steps):
         raise PlanError(f"{key}: {sentence}", fix="lower optim.warmup_steps or train longer")
     said = recipe
-    recipe, candidates = search.choices(recipe, cluster, shape, precision, rows_per_step)
+    recipe, candidates = search.candidates_or_waiting(recipe, cluster, shape, precision, rows_per_step)
     fitting = [each for each in candidates if each.fits]
     if not fitting:
         raise nothing_fits_error(recipe, cluster, shape, precision, rows_per_step, candidates)
@@ -305,7 +305,7 @@ def _with_reference(
 def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
     """Return the plan of a run of `steps` steps on this cluster; None when nothing fits or it cannot be planned."""
     try:
-        recipe, candidates = _choices(recipe, cluster, shape)
+        recipe, candidates = _make_candidates(recipe, cluster, shape)
     except PlanError:
         return None
     fitting = [each for each in candidates if each.fits]
@@ -319,14 +319,16 @@ def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) 
 def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
     """Return every candidate of the recipe on this cluster, fitting or not; [] when planning raises PlanError."""
     try:
-        return _choices(recipe, cluster, shape)[1]
+        return _make_candidates(recipe, cluster, shape)[1]
     except PlanError:
         return []
 
 
-def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
-    """Return (recipe, candidates) as search.choices does. Raises PlanError for a bad precision or micro-batch."""
-    return search.choices(recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster))
+def _make_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
+    """Return what search.candidates_or_waiting does; PlanError for a bad precision or micro-batch."""
+    return search.candidates_or_waiting(
+        recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster)
+    )
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
@@ -406,7 +408,7 @@ def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
     return max(1, round(wanted / unit)) * unit
 
 
-def _steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:
+def _count_steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:
     """Return the optimizer steps by train.steps, tokens or epochs. Raises PlanError when 0 or epochs without tokens."""
     train = recipe.train
     if train.steps is not None:

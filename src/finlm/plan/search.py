@@ -139,7 +139,7 @@ def relax_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"zero": zero, "train": train, "batch": batch, "grpo": grpo})
 
 
-def choices(
+def candidates_or_waiting(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> tuple[Recipe, list[Candidate]]:
     """Return (recipe, its candidates), fitting or not. Raises PlanError as candidates does.
@@ -150,19 +150,19 @@ def choices(
     found = list(candidates(recipe, cluster, shape, precision, rows_per_step))
     if any(one.fits for one in found) or "asynchronous" in recipe.checkpoint.model_fields_set:
         return recipe, found
-    patient = waiting(recipe)
+    patient = with_waiting_checkpoints(recipe)
     others = list(candidates(patient, cluster, shape, precision, rows_per_step))
     return (patient, others) if any(one.fits for one in others) else (recipe, found)
 
 
-def waiting(recipe: Recipe) -> Recipe:
+def with_waiting_checkpoints(recipe: Recipe) -> Recipe:
     """Return a copy of the recipe with checkpoint.asynchronous: false, which needs no copy in host memory."""
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"asynchronous": False})})
 
 
 def as_planned(recipe: Recipe, asynchronous: bool) -> Recipe:
     """Return the recipe unchanged if `asynchronous`, as its plan says; else with checkpoint.asynchronous: false."""
-    return recipe if asynchronous else waiting(recipe)
+    return recipe if asynchronous else with_waiting_checkpoints(recipe)
 
 
 def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> float:

@@ -28,7 +28,7 @@ from finlm.recipe import rules
 from finlm.recipe import shape as shapes
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.recipe import Loaded
-from finlm.recipe.rules import ABSENT, differing
+from finlm.recipe.rules import ABSENT, recipe_differences
 from finlm.recipe.schema import Recipe
 
 
@@ -406,6 +406,6 @@ def compare_recipes(a: Loaded, b: Loaded) -> list[Difference]:
             rules.origin_of(key, b.origins) or "default",
             not rules.is_within(key, rules.SAME_LOSS),
         )
-        for key, first, second in differing(a.recipe, b.recipe)
+        for key, first, second in recipe_differences(a.recipe, b.recipe)
         if not rules.is_within(key, rules.WORDS)
     ]

@@ -359,7 +359,7 @@ def term_problems(term: Term, most_tokens: int) -> Iterator[tuple[str, str]]:
 ABSENT = "–"
 
 
-def differing(a: Recipe, b: Recipe) -> Iterator[tuple[str, Any, Any]]:
+def recipe_differences(a: Recipe, b: Recipe) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value of a, value of b) wherever two recipes differ; credentials are not masked."""
     return differing_values(a.model_dump(mode="json"), b.model_dump(mode="json"))
 

@@ -224,7 +224,9 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
     for name, points in zip(names, comparison.losses, strict=True):
         if points:
             ends = f"{points[0][1]:.4f} → {points[-1][1]:.4f}"
-            lines.append(f"  {history.spark([loss for _, loss in points], min(values), max(values))}  {ends}  {name}")
+            lines.append(
+                f"  {history.sparkline([loss for _, loss in points], min(values), max(values))}  {ends}  {name}"
+            )
     return lines
 
 
@@ -401,7 +403,7 @@ def charts(runs: Sequence[Run]) -> Iterator[Chart]:
     ]
     for title, points_of, zero in measures:
         found = [(number, run.name, points_of(run.history)) for number, run in enumerate(runs)]
-        series = [histories.curve(name, points, f"run{number}") for number, name, points in found if points]
+        series = [histories.as_series(name, points, f"run{number}") for number, name, points in found if points]
         if series:
             yield Chart(title, series, zero, marks=title == "Held-out loss")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from finlm.base import files, screen
 from finlm.base.rundir import RunDir
-from finlm.base.runs import holder, is_held, newest_runs
+from finlm.base.runs import is_held, lock_holder, newest_runs
 from finlm.base.screen import format_count
 from finlm.recipe import parents
 from finlm.record.manifest import Manifest
@@ -242,7 +242,7 @@ def _take_back(history: History, step: float) -> None:
             points.pop()
 
 
-def fall(start: float | None, end: float | None) -> float | None:
+def relative_fall(start: float | None, end: float | None) -> float | None:
     """Return how much lower `end` is, as a share of `start` (0.1 = 10 %); None if either is missing or start is 0."""
     return None if not start or end is None else 1 - end / start
 
@@ -255,7 +255,7 @@ def first_and_last(rows: Sequence[Row]) -> tuple[Row, Row]:
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
+def sparkline(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
     """Return a curve (not empty) as at most `width` block characters, each a mean.
 
     `low` and `high` set their heights.
@@ -290,21 +290,21 @@ def charts(history: History) -> Iterator[Chart]:
     """Yield the charts of a run; leaves out those without points."""
     loss = history.points("loss")
     if loss:
-        yield Chart("Training loss", _noisy("loss", loss), zero=False)
+        yield Chart("Training loss", _with_average("loss", loss), zero=False)
     if len(history.trained) > 1:
-        series = [curve(name, smooth(points), "other") for name, points in history.trained.items()]
+        series = [as_series(name, smooth(points), "other") for name, points in history.trained.items()]
         yield Chart("Training loss by source, smoothed", series, zero=False)
     if len(history.earned) > 1:
-        series = [curve(name, smooth(points), "other") for name, points in history.earned.items()]
+        series = [as_series(name, smooth(points), "other") for name, points in history.earned.items()]
         yield Chart("Reward by term, smoothed", series, zero=True)
     if by_source := history.held_out():
         style = "other" if len(by_source) > 1 else "main"
-        series = [curve(name, points, style) for name, points in by_source.items()]
+        series = [as_series(name, points, style) for name, points in by_source.items()]
         if len(by_source) > 1:
-            series.append(curve("all sources", history.held_out_total(), "main"))
+            series.append(as_series("all sources", history.held_out_total(), "main"))
         yield Chart("Held-out loss", series, zero=False, marks=True)
     if rewards := history.held_out_rewards():
-        series = [curve(name, points, "other" if len(rewards) > 1 else "main") for name, points in rewards.items()]
+        series = [as_series(name, points, "other" if len(rewards) > 1 else "main") for name, points in rewards.items()]
         yield Chart("Held-out reward", series, zero=False, marks=True)
     for key, title, is_noisy in (
         ("accuracy", "Pairs in the right order", True),
@@ -321,17 +321,19 @@ def charts(history: History) -> Iterator[Chart]:
         ("loss_scale", "Loss scale", False),
     ):
         if points := history.points(key):
-            yield Chart(title, _noisy(key, points) if is_noisy else [curve(title, points, "main")], zero=True)
+            yield Chart(
+                title, _with_average(key, points) if is_noisy else [as_series(title, points, "main")], zero=True
+            )
 
 
-def _noisy(name: str, points: Points) -> list[Series]:
+def _with_average(name: str, points: Points) -> list[Series]:
     """Return two series: the values in a faint style, and their moving average."""
-    return [curve(name, points, "faint"), curve("smoothed", smooth(points), "main")]
+    return [as_series(name, points, "faint"), as_series("smoothed", smooth(points), "main")]
 
 
-def curve(name: str, points: Points, style: str) -> Series:
-    """Return a Series of the points, reduced (see reduce), with values rounded to six digits."""
-    kept = reduce(points)
+def as_series(name: str, points: Points, style: str) -> Series:
+    """Return a Series of the points, at most as many as thin_out() keeps, with values rounded to six digits."""
+    kept = thin_out(points)
     return Series(name, style, [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]])
 
 
@@ -347,7 +349,7 @@ def smooth(points: Points) -> Points:
     return result
 
 
-def reduce(points: Points, buckets: int = 1500) -> Points:
+def thin_out(points: Points, buckets: int = 1500) -> Points:
     """Return at most 2 * buckets points in order: the first, the last, and the lowest and highest of each bucket."""
     if len(points) <= 2 * buckets:
         return points
@@ -399,7 +401,7 @@ def state(run: RunDir, history: History, *, ended: bool = False) -> str:
     held = is_held(run)
     if held:
         return "running"
-    if held is False and holder(run)[1] == os.uname().nodename:
+    if held is False and lock_holder(run)[1] == os.uname().nodename:
         return "killed" if history.last_time else "failed" if run.diagnosis.is_file() else "not started"
     if history.last_time is None:
         return "not started"

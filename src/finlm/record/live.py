@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from finlm.base import files, screen
 from finlm.base.rundir import RunDir
-from finlm.base.runs import holder, is_held
+from finlm.base.runs import is_held, lock_holder
 from finlm.base.units import format_bytes, format_duration
 from finlm.plan.plan import Plan
 from finlm.record import history
@@ -125,7 +125,7 @@ class State:
         rows = [("step", f"{self.step:,} of {self.plan.steps:,}   {self.phase}".rstrip())]
         if self.losses:
             losses = [loss for _, loss in self.losses]
-            blocks = history.spark(losses, min(losses), max(losses), 40)
+            blocks = history.sparkline(losses, min(losses), max(losses), 40)
             rows.append(("loss", f"{_number(last.get('loss'), '.4f')}  {blocks}"))
         if self.evaluated:
             rows.append(("held-out", f"{_held_out(self.evaluated)} at step {self.evaluated['step']:,}"))
@@ -286,7 +286,7 @@ def _is_over(run: RunDir, state: State) -> bool:
     if state.end is not None:
         return not is_held(run)
     is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS
-    return is_quiet and holder(run)[1] == os.uname().nodename and is_held(run) is False
+    return is_quiet and lock_holder(run)[1] == os.uname().nodename and is_held(run) is False
 
 
 def _number(value: float | None, form: str) -> str:

@@ -187,7 +187,7 @@ END_SECONDS = 60.0  # a tracker's time to send the rest when its run has ended
 KINDS = ("step", "eval", "checkpoint", "suite", "tasks")
 
 
-def current(rows: Iterator[Row]) -> list[Row]:
+def rows_that_stand(rows: Iterator[Row]) -> list[Row]:
     """Return the event rows with metrics in step order, without those that a later start or rollback takes back.
 
     Keeps only the last event of a kind and step (and suite and mode).
@@ -218,7 +218,7 @@ def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
             rows = next(events)
             tracker = TRACKERS[name](run, recipe.load(run.recipe).recipe)
             try:
-                sent = _send(tracker, current(iter(rows)), {})
+                sent = _send(tracker, rows_that_stand(iter(rows)), {})
                 while not is_last:
                     is_last = is_over()  # asked before the last look, which then sees everything
                     rows = next(events)

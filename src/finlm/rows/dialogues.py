@@ -266,7 +266,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
     rest = lengths - full * sequence_length
     placed = np.flatnonzero(rest > 1)  # one token alone has no label
     if together:
-        row, count = assign(rest[placed].astype(np.int32), sequence_length + 1)
+        row, count = fit_best(rest[placed].astype(np.int32), sequence_length + 1)
     else:
         row, count = np.arange(len(placed), dtype=np.int32), len(placed)
     order = np.lexsort((rest_start[placed], row))
@@ -281,7 +281,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
     return join_pieces([whole, packed])
 
 
-def assign(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.int32], int]:
+def fit_best(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.int32], int]:
     """Return (row of each length, number of rows): best-fit-decreasing into rows of `room`; no length may be larger.
 
     Equal lengths are placed together into the rows with the least room that takes them, so the work is over different

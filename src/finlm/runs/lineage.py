@@ -71,7 +71,7 @@ class Earlier:
         Leaves out the events of the end of a finished run. Raises OSError for a missing file, UserError for a bad
         manifest.
         """
-        runs.link(self.checkpoint, run.path / "continued" / self.checkpoint.name)
+        runs.link_checkpoint(self.checkpoint, run.path / "continued" / self.checkpoint.name)
         rows = self.run.read_events()
         kept = [row for row in rows if self.former is None or row["kind"] not in _OF_THE_END]
         files.write_text(run.events, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
@@ -130,7 +130,7 @@ def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_ne
         with lock_run(run):
             checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new_keys)
         if checkpoint is not None:
-            keys = [key for key, _, _ in rules.differing(former, wanted)]
+            keys = [key for key, _, _ in rules.recipe_differences(former, wanted)]
             changed = tuple(_list_differences(planned, plan)) or tuple(keys)
             step = Manifest.read(checkpoint).step
             screen.say(f"continuing {run.path} from step {step:,} in a new run directory (--new starts afresh)")
@@ -177,7 +177,7 @@ def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, acc
             checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new_keys)
         if checkpoint is None:
             raise UserError(f"{run.path} has no checkpoint to go on from", fix="train anew without --continue")
-        changed = tuple(key for key, _, _ in rules.differing(former, wanted))
+        changed = tuple(key for key, _, _ in rules.recipe_differences(former, wanted))
         step = Manifest.read(checkpoint).step
         screen.say(f"continuing {run.path} from step {step:,} to {plan.steps:,} in a new run directory")
         screen.say(f"  changed: {'; '.join(changed)}; the rows go on where they ended")
@@ -241,7 +241,7 @@ def check_free(run: RunDir, recipe: Recipe, accept_new_keys: bool) -> None:
 
 def _blocking_keys(former: Recipe, wanted: Recipe) -> list[str]:
     """Return the keys in which two recipes differ and for which a run cannot be continued."""
-    keys = [key for key, _, _ in rules.differing(former, wanted)]
+    keys = [key for key, _, _ in rules.recipe_differences(former, wanted)]
     # A start brings its config.json, in reach when the recipe was read or not.
     same = (*rules.SAME_RUN, *(["model.config"] if wanted.model.init_from is not None else []))
     return [key for key in keys if not rules.is_within(key, same)]
@@ -311,7 +311,7 @@ def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_n
                 missing = missing or error
                 continue
         try:
-            damage = disk.faults(directory, Manifest.read(directory).files, THREADS)
+            damage = disk.find_faults(directory, Manifest.read(directory).files, THREADS)
         except (OSError, disk.Unreadable) as error:
             damage = [f"{disk.MANIFEST}: {error}"]
         if not damage:

@@ -29,7 +29,7 @@ from finlm.base import files, processes, screen
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.base.runs import holder, list_runs
+from finlm.base.runs import list_runs, lock_holder
 from finlm.plan.plan import decided_keys
 from finlm.recipe import cluster, parents
 from finlm.recipe import recipe as recipes
@@ -108,7 +108,7 @@ def _wait_for_run(train: subprocess.Popen[bytes], runs: Path, former: Set[Path])
     while True:
         is_over = train.poll() is not None  # asked before the last look, which then sees everything
         for run in list_runs(runs):
-            if run.path not in former and holder(run) == this_training:
+            if run.path not in former and lock_holder(run) == this_training:
                 return run
         if is_over:
             return None

@@ -180,15 +180,15 @@ def reference(model: Path) -> Sentencepiece | Tokenizers:
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
 
-def cuts(model: Path) -> Cuts:
+def load_cutter(model: Path) -> Cuts:
     """Return the object that cuts long documents for this tokenizer. Raises UserError if it cannot be read."""
     return LineCuts(model) if is_json(model) else Cuts(model)
 
 
-PROVEN = "gigatoken.json"  # beside a tokenizer: the settings with which gigatoken has passed prove()
+PROVEN = "gigatoken.json"  # beside a tokenizer: the settings with which gigatoken has passed check_gigatoken()
 
 
-def prove(model: Path) -> str:
+def check_gigatoken(model: Path) -> str:
     """Test gigatoken on a tokenizer of the cache: return "" if its ids are the library's, else what differs, as text.
 
     After a pass writes gigatoken's settings beside the tokenizer, so that it is not tested again; they also spare every
@@ -203,7 +203,7 @@ def prove(model: Path) -> str:
 
 
 def _read_proven(model: Path) -> str:
-    """Return the settings that prove() kept for this file and these versions of the encoders; "" without them."""
+    """Return the settings that check_gigatoken() kept for this file and these versions of the encoders, or ""."""
     kept = model.with_name(PROVEN)
     proven = files.read_json(kept) if kept.is_file() else {}
     return str(proven["settings"]) if proven and proven["of"] == _identify(model) else ""

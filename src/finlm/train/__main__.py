@@ -23,7 +23,7 @@ from unittest import mock
 
 from finlm.base.processes import die_with_parent
 from finlm.base.rundir import RunDir, host_name
-from finlm.base.runs import apply_host_env, hold
+from finlm.base.runs import apply_host_env, hold_lock
 from finlm.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def main() -> None:
     die_with_parent()
     run_path = Path(sys.argv[1])
     apply_host_env(run_path)
-    hold(RunDir(run_path))
+    hold_lock(RunDir(run_path))
     _log_to(run_path / "logs" / f"{host_name()}.{os.environ.get('RANK', '0')}.log")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the watchdog asks silent ranks where they are

@@ -150,7 +150,7 @@ class Watch:
 
     def _height(self, loss: float) -> str:
         """Return text that says how far a loss is above the recent ones."""
-        middle, deviation = _spread(self._losses)
+        middle, deviation = _median_and_deviation(self._losses)
         return (
             f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} deviations above {middle:.4f}, "
             f"the median of the last {len(self._losses)} steps"
@@ -160,11 +160,11 @@ class Watch:
         """Return the loss above which a step is a spike; infinity with too few losses."""
         if len(self._losses) < min(FEWEST, self.settings.spike.window):
             return math.inf
-        middle, deviation = _spread(self._losses)
+        middle, deviation = _median_and_deviation(self._losses)
         return middle + self.settings.spike.z_score * deviation
 
 
-def _spread(losses: Iterable[float]) -> tuple[float, float]:
+def _median_and_deviation(losses: Iterable[float]) -> tuple[float, float]:
     """Return (median, robust standard deviation: 1.4826 MAD, at least LEAST_DEVIATION of the median)."""
     values = list(losses)
     middle = statistics.median(values)

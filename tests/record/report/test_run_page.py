@@ -378,12 +378,12 @@ def test_100_000_steps_are_drawn_from_a_small_page(make_run: Make) -> None:
 
 def test_reducing_keeps_the_lowest_and_highest_of_every_bucket() -> None:
     points = [(step, float((step * 37) % 101)) for step in range(1000)]
-    reduced = history.reduce(points, buckets=20)
+    reduced = history.thin_out(points, buckets=20)
     assert len(reduced) <= 40
     assert set(reduced) <= set(points)
     assert max(reduced, key=lambda p: p[1])[1] == 100.0
     assert min(reduced, key=lambda p: p[1])[1] == 0.0
-    assert history.reduce(points[:30], buckets=20) == points[:30]
+    assert history.thin_out(points[:30], buckets=20) == points[:30]
 
 
 def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:

@@ -68,14 +68,14 @@ def test_a_watch_goes_on_from_its_state() -> None:
 
 def test_what_answers_show_is_measured() -> None:
     said = ["答案：B", "公司的公司的" * 20, "不知道", "答案：C。"]
-    found = rollouts.measure(said, ("option",))
+    found = rollouts.text_statistics(said, ("option",))
     assert found["unanswered"] == 0.5 and 0.2 < found["repetition"] < 0.25
-    assert "unanswered" not in rollouts.measure(said, ())
+    assert "unanswered" not in rollouts.text_statistics(said, ())
 
 
 def test_a_rise_has_the_interval_of_its_mean() -> None:
-    assert rollouts.rise([0.25]) == {"rise": 0.25}
-    found = rollouts.rise([0.0, 0.5, 0.5, 0.0])
+    assert rollouts.mean_rise([0.25]) == {"rise": 0.25}
+    found = rollouts.mean_rise([0.0, 0.5, 0.5, 0.0])
     apart = 3.182 * (1 / 12) ** 0.5 / 2  # Student's t of three; the deviation of these four is the root of a twelfth
     assert found == {"rise": 0.25, "rise_interval": pytest.approx([0.25 - apart, 0.25 + apart], rel=0.02)}
     # From Student's tables.
@@ -87,7 +87,7 @@ def test_ten_answers_of_a_step_can_be_read_and_a_resumed_run_writes_them_again(t
     run = RunDir(tmp_path)
     answers = [rollouts.Answer(f"第{n}问", "A", "答案：B", {"option": 0.0}, 0.0, -0.5) for n in range(40)]
     for step in (1, 2, 3):
-        rollouts.write(run, step, answers)
+        rollouts.write_answers(run, step, answers)
     rows = list(files.read_json_lines(run.rollouts))
     assert len(rows) == 30 and len({row["prompt"] for row in rows}) == 10
     assert rows[0].keys() == {"step", "prompt", "right", "said", "rewards", "reward", "advantage"}

@@ -53,7 +53,7 @@ def test_ranks_go_on_from_memory_bit_identical_and_from_disk_when_it_is_damaged_
     for disk in disks:
         held = disk / "step-8"
         manifest = Manifest.read(held)
-        assert held.is_symlink() and manifest.is_whole and not checkpoints.faults(held, manifest.files, 1)
+        assert held.is_symlink() and manifest.is_whole and not checkpoints.find_faults(held, manifest.files, 1)
         assert len(list(held.resolve().parent.glob("step-*"))) <= 2, "the newest, and the one before for a moment"
     (disks[1] / "step-8" / "loop_rank_1.pt").write_text("damaged")
     stop(15)  # goes on from the disk

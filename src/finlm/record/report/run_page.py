@@ -107,13 +107,13 @@ def _compare_plan(history: History, plan: Mapping[str, Any]) -> list[tuple[str |
     seconds, done = (plan.get("days") or 0) * 86400, history.last("step") or 0
     so_far = seconds * done / plan["steps"] if plan.get("steps") else None
     return [
-        ("Memory a rank" + ", allocated" * on_gpus, *_against(planned, measured, size)),
-        ("Tokens a second", *_against(planned_speed, speed, count)),
-        ("Time of the steps done", *_against(so_far or None, history.wall_seconds, duration)),
+        ("Memory a rank" + ", allocated" * on_gpus, *_with_ratio(planned, measured, size)),
+        ("Tokens a second", *_with_ratio(planned_speed, speed, count)),
+        ("Time of the steps done", *_with_ratio(so_far or None, history.wall_seconds, duration)),
     ]
 
 
-def _against(planned: Any, measured: Any, how: Any) -> tuple[str | None, str | None, str | None]:
+def _with_ratio(planned: Any, measured: Any, how: Any) -> tuple[str | None, str | None, str | None]:
     """Return (planned, measured, measured / planned) as text, the first two by how(value).
 
     None for what is not known.
@@ -377,7 +377,7 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
     pages.filters |= {"moment": moment, "interval": interval, "highest": highest}
     pages.filters["duration"] = lambda value: say_units(duration(value), lang)
     pages.filters["in_units"] = lambda rows: [[say_units(cell, lang) for cell in row] for row in rows]
-    pages.globals |= {"first_and_last": history.first_and_last, "fall": history.fall}
+    pages.globals |= {"first_and_last": history.first_and_last, "fall": history.relative_fall}
 
     def say(text: Any) -> Any:
         """Return text in the page's language; other values, and unknown text, as they are."""

@@ -212,7 +212,7 @@ def delta_rule(
     tokens. inverse, [tokens, value heads, DELTA_CHUNK], has no values without flash-linear-attention.
     """
     if not _uses_kernels(q):
-        return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _wanted(q, v)
+        return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _new_inverse(q, v)
     fla, rows = _kernels(), _chunks(bounds, len(q))
     (q, _), (k, _) = (fla.l2norm_fwd(each.contiguous()) for each in (q, k))
     given = {"v": v.contiguous(), "g": decay.contiguous(), "beta": beta.contiguous()}
@@ -226,7 +226,7 @@ def delta_rule(
 @delta_rule.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors in the form of delta_rule's results, for the compiler."""
-    return torch.empty_like(v, memory_format=torch.contiguous_format), _wanted(q, v)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), _new_inverse(q, v)
 
 
 @torch.library.custom_op("finlm::delta_rule_backward", mutates_args=())
@@ -279,7 +279,7 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tens
 delta_rule.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
-def _wanted(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _new_inverse(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor in the form of delta_rule's second output."""
     return q.new_empty(*v.shape[:2], DELTA_CHUNK)
 

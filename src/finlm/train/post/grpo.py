@@ -37,7 +37,7 @@ from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 from finlm.train.post import rollouts, start, trainers
 from finlm.train.post.rollouts import Prompt, Rewards, read_prompts
 from finlm.train.post.start import load_start, lora_config, padding_tokenizer
-from finlm.train.post.trainers import Recorded, arguments
+from finlm.train.post.trainers import Recorded, trl_arguments
 from finlm.train.zero.storage import State
 
 Answers = list[list[int]]
@@ -104,10 +104,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         }
         if self.is_generated:
             self.is_generated = False
-            measured = rollouts.measure(list(self._logs["completion"]), self.grpo.checked)
+            measured = rollouts.text_statistics(list(self._logs["completion"]), self.grpo.checked)
             metrics |= {"rewards": means, **measured}
             if self.rank.rank == 0:
-                rollouts.write(self.rank.run, self.state.global_step, list(self._recorded_answers()))
+                rollouts.write_answers(self.rank.run, self.state.global_step, list(self._recorded_answers()))
         for incident in self.gaming.judge(metrics):
             self.rank.events.record("incident", step=self.state.global_step, what=incident.what, detail=incident.detail)
         return metrics
@@ -180,7 +180,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         first = [value for name in names for value in self.drawn_first.get(name, ())]
         if not len(now) or len(first) != len(now):
             return {"sampled": float(now.mean())} if len(now) else {}
-        return {"sampled": float(now.mean()), **rollouts.rise((now - torch.tensor(first)).tolist())}
+        return {"sampled": float(now.mean()), **rollouts.mean_rise((now - torch.tensor(first)).tolist())}
 
     @cached_property
     def held_out(self) -> dict[str, list[Prompt]]:
@@ -351,7 +351,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             values = [[math.nan if value is None else value for value in term(**given)] for term in self.reward_funcs]
             return torch.tensor(values, device=self.rank.device).T
 
-        return trainers.spread(self.rank, len(prompts), -(-len(prompts) // self.rank.plan.world_size), reward)
+        return trainers.compute_shared(self.rank, len(prompts), -(-len(prompts) // self.rank.plan.world_size), reward)
 
 
 def make(r: Rank[Recipe]) -> GroupTrainer:
@@ -413,7 +413,7 @@ def settings_of(r: Rank[Recipe]) -> Grpo:
 def trl_settings(r: Rank[Recipe]) -> GRPOConfig:
     """Return trl's GRPOConfig of the run."""
     grpo = settings_of(r)
-    return arguments(
+    return trl_arguments(
         GRPOConfig,
         r,
         num_generations=grpo.generations,

@@ -33,7 +33,7 @@ from finlm.train.entry import Rank
 from finlm.train.model import causal_lm
 from finlm.train.post import start
 from finlm.train.post.start import RewardHead, forward_without_mask, load_start, padding_id, padding_tokenizer
-from finlm.train.post.trainers import Recorded, arguments, drain_metrics, spread
+from finlm.train.post.trainers import Recorded, compute_shared, drain_metrics, trl_arguments
 
 IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -75,7 +75,7 @@ class PairTrainer(Recorded):
         return drain_metrics(self._metrics["train"], self.names)
 
     def evaluate_held_out(self: Any) -> Numbers | None:
-        """Return summary() of the rewards of all held-out pairs, with `sources`: summary() of each source.
+        """Return reward_statistics() of all held-out pairs, with `sources`: {source: its reward_statistics()}.
 
         Return None when nothing is held out. Puts the model into train mode. Collective.
         """
@@ -84,8 +84,8 @@ class PairTrainer(Recorded):
         self.model.eval()
         rewards_of = {name: self._score_pairs(pairs, self.scores) for name, pairs in self.held_out.items()}
         self.model.train()
-        sources = {name: summary(rewards) for name, rewards in rewards_of.items()}
-        return summary(torch.cat(list(rewards_of.values()))) | {"sources": sources}
+        sources = {name: reward_statistics(rewards) for name, rewards in rewards_of.items()}
+        return reward_statistics(torch.cat(list(rewards_of.values()))) | {"sources": sources}
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)].
@@ -115,7 +115,9 @@ class PairTrainer(Recorded):
         Collective.
         """
         size = self.rank.plan.micro_batch
-        return spread(self.rank, len(pairs), size, lambda numbers: scores(self.batch([pairs[n] for n in numbers])))
+        return compute_shared(
+            self.rank, len(pairs), size, lambda numbers: scores(self.batch([pairs[n] for n in numbers]))
+        )
 
     def _numbers(self, step: int) -> Any:
         """Return the indices of a step's pairs: int64 [micro_steps, pairs of rank 0, of rank 1, ...]."""
@@ -146,7 +148,7 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]
     return batch
 
 
-def summary(rewards: torch.Tensor) -> dict[str, float]:
+def reward_statistics(rewards: torch.Tensor) -> dict[str, float]:
     """Return loss (-log sigmoid of the margin), accuracy, margin, reward_min, reward_mean, reward_max and pairs.
 
     `rewards` is [pairs, (chosen, rejected)]; loss, accuracy and margin are means over pairs, `pairs` is their number.
@@ -241,7 +243,7 @@ class OddsTrainer(PreferenceTrainer):
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-odds of the answers on this rank, [pairs, (chosen, rejected)].
 
-        summary() then gives equation 7 of the paper as the loss of held-out pairs.
+        reward_statistics() then gives equation 7 of the paper as the loss of held-out pairs.
         """
         return log_odds(self._means(self.model_wrapped, batch))
 
@@ -343,7 +345,7 @@ def make(r: Rank[Recipe]) -> PairTrainer:
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
     if (dpo := r.recipe.dpo) is not None:
-        settings = arguments(
+        settings = trl_arguments(
             DPOConfig,
             r,
             beta=dpo.beta,
@@ -356,7 +358,7 @@ def make(r: Rank[Recipe]) -> PairTrainer:
         assert r.recipe.reward is not None
         model = make_reward_model(model, padding_id(r.shards))
         center = r.recipe.reward.center or None
-        settings = arguments(RewardConfig, r, center_rewards_coefficient=center, max_length=None)
+        settings = trl_arguments(RewardConfig, r, center_rewards_coefficient=center, max_length=None)
     # Read only for the first row, by which trl tells the kind of data.
     rows = Dataset.from_list([{name: first[name].tolist() for name in IDS}])
     given = {"args": settings, "train_dataset": rows, "processing_class": padding_tokenizer(r)}

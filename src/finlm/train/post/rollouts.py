@@ -91,7 +91,7 @@ def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Pro
     return prompts
 
 
-def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
+def text_statistics(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
     """Return {"repetition": mean share of repeated text in `texts`} and, if `checked` names rules, `unanswered`.
 
     `unanswered` is the share of texts in which no rule of `checked` finds an answer. Raises StatisticsError for no
@@ -104,7 +104,7 @@ def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
     return shares
 
 
-def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
+def mean_rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
     """Return {"rise": mean of the gains} and, for two or more, its 95 % interval as `rise_interval`.
 
     Raises StatisticsError for no gains.
@@ -131,7 +131,7 @@ def sure_errors(freedom: int) -> float:
     return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
 
 
-def write(run: RunDir, step: int, answers: Sequence[Answer]) -> None:
+def write_answers(run: RunDir, step: int, answers: Sequence[Answer]) -> None:
     """Append at most SHOWN of a step's answers to rollouts.jsonl, evenly spaced, so that prompts differ."""
     count = min(SHOWN, len(answers))
     for answer in (answers[place * len(answers) // count] for place in range(count)):

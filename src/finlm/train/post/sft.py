@@ -32,7 +32,7 @@ from finlm.train.entry import Rank
 from finlm.train.model import causal_lm, kernels, products
 from finlm.train.model.causal_lm import model_config
 from finlm.train.post import start
-from finlm.train.post.trainers import Recorded, arguments
+from finlm.train.post.trainers import Recorded, trl_arguments
 
 
 class MicroBatch(TypedDict, total=False):
@@ -161,7 +161,7 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
         r,
         batches,
         model,
-        args=arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
+        args=trl_arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
         # Read only for the first row, by which trl tells the kind of data.
         train_dataset=IterableDataset.from_generator(_yield_row, gen_kwargs={"row": first}),
         processing_class=start.dialogue_tokenizer(r.shards),

@@ -47,7 +47,7 @@ def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -
         return int(make(r).run())
 
 
-def arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
+def trl_arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
     """Return trl's arguments, an instance of the class `kind` (SFTConfig, DPOConfig, ...), set by plan and recipe.
 
     `more` overrides these values. Raises TypeError for an argument that `kind` does not have.
@@ -317,7 +317,9 @@ class Steps:
             yield from self.trainer._read(step)
 
 
-def spread(r: Rank[Recipe], count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+def compute_shared(
+    r: Rank[Recipe], count: int, size: int, compute: Callable[[list[int]], torch.Tensor]
+) -> torch.Tensor:
     """Return compute(indices) for the indices 0 to count - 1, shared among the ranks: fp32 [count, ...], on the CPU.
 
     compute gets `size` indices a call and returns a tensor whose first dimension is `size`; the last index is repeated

@@ -243,9 +243,9 @@ class Checkpoints:
             owner = part.rank if part.rank in owners else self.members[number % len(self.members)]
             if owner == self.rank and (part.rank in owners or not has_copies):
                 mine[name] = part
-        if self.leads and (unknown := disk.strangers(directory, manifest)):
+        if self.leads and (unknown := disk.unlisted_files(directory, manifest)):
             print(f"{directory}: not in its manifest, ignored: {', '.join(unknown)}", flush=True)
-        return manifest, "; ".join(disk.faults(directory, mine, self.threads))
+        return manifest, "; ".join(disk.find_faults(directory, mine, self.threads))
 
     def _load(self, directory: Path, manifest: Manifest) -> None:
         """Load a proved checkpoint into the engine, resharded if layout or groups differ, and set watch_loaded.

@@ -195,7 +195,7 @@ class InMemory:
         for work in sent:
             if work is not None:
                 work.wait()
-        problems += disk.faults(directory, received, 2) if not problems else []
+        problems += disk.find_faults(directory, received, 2) if not problems else []
         if problems:
             raise OSError(None, f"a neighbour's part: {problems[0]}")
         return received
