@@ -5,6 +5,7 @@ Two directories stand for the run here and on the host; a program of a few lines
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -280,3 +281,11 @@ def test_silent_agents_are_all_given_up_in_the_time_of_one(
     assert time.monotonic() - began < 3
     for session in hosts:
         session.release(0.0)
+
+
+def test_a_request_that_a_broken_connection_has_cut_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"do": "ping"}\n{"do": "pi'))
+    line = agent.Line()
+    assert line.next_request(10) is None
+    assert not line.open
+    line.finish()

@@ -356,6 +356,9 @@ def main() -> int:
     places = ray.get([worker.place.remote() for worker in workers])
     first = workers[0]
     (_, address, _), port = places[0], ray.get(first.free_port.remote())
+    if isinstance(port, str):
+        print(f"no free port for the rendezvous on {address}: {port}", file=sys.stderr)
+        return 1
     pending = {}
     for rank, worker in enumerate(workers):
         node, _, device = places[rank]

@@ -10,6 +10,7 @@ Runs on a host that has the run directory and its Python packages. Uses the stan
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -92,13 +93,14 @@ class Line:
     def _listen(self) -> None:
         """Read requests from stdin until it closes, and queue all but pings; then set `open` to False.
 
-        A line that is no request ends the thread with an exception; the head then counts as silent.
+        A line that is no request, such as one cut by a broken connection, counts as the end of the connection.
         """
-        for text in sys.stdin:
-            self.heard = time.monotonic()
-            request = messages.read_request(text)
-            if request is not None and request is not messages.Command.PING:
-                self._requests.put(request)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            for text in sys.stdin:
+                self.heard = time.monotonic()
+                request = messages.read_request(text)
+                if request is not None and request is not messages.Command.PING:
+                    self._requests.put(request)
         self.open = False
         self._requests.put(None)
 
