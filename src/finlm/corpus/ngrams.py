@@ -42,7 +42,10 @@ class Characters:
 
 
 def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
-    """Return the code points of UTF-8 documents laid end to end; `ends` [documents] has the byte offset of each end."""
+    """Return the code points of UTF-8 documents laid end to end, and where each document starts among them.
+
+    `ends` [documents] has the byte offset of each document's end. Raises UnicodeDecodeError.
+    """
     codes = np.frombuffer(data.decode("utf-8").encode("utf-32-le"), dtype="<u4")
     # A byte of the form 10xxxxxx, -128 to -65, continues a character. Searching takes a tenth of summing up.
     first = np.flatnonzero(np.frombuffer(data, dtype=np.int8) >= -64)

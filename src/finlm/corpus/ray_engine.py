@@ -350,7 +350,10 @@ class _Connection:
         return alive
 
     def map_in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield function(task) for every task, in order, with about twice as many in flight as there are workers."""
+        """Yield function(task) for every task, in order, with about twice as many in flight as there are workers.
+
+        Raises what a task raises, and UserError when no host is left or a chunk's worker is lost too often.
+        """
         return workers.map_in_order(self, 2 * self.count, function, tasks)
 
     def submit(self, function: Callable[[Task], Result], task: Task, /) -> _Pending[Result]:

@@ -222,10 +222,10 @@ def special_ids(context: Context, file: Path) -> tuple[int | None, int | None]:
 
 
 def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: Path | None) -> Step:
-    """Run the step `tokenizer` unless cached: train it when file is None, else extend or copy the file.
+    """Run the step `tokenizer` unless cached: train it when `file` is None, else extend or copy the file.
 
-    Print the result. Raises UserError when the tokenizer cannot be used or made, NotPrepared when file is missing and
-    the cache may not build.
+    Print the result. Raises UserError when the tokenizer cannot be used or made, NotPrepared when the file or the step
+    is missing and the cache may not build.
     """
     if file is None:
         step = _train_tokenizer(context, read, chosen)
@@ -261,9 +261,9 @@ def _copy_tokenizer(context: Context, path: Path) -> Step:
 
 
 def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> Step:
-    """Run the step `tokenizer` unless cached: train a sentencepiece model on the sample, whose size is printed.
+    """Run the step `tokenizer` unless cached: print the size of the sample and train a sentencepiece model on it.
 
-    Raises UserError if it cannot be trained.
+    Raises UserError if it cannot be trained, NotPrepared if the step is missing and the cache may not build.
     """
     settings = context.recipe.tokenizer
     assert settings.vocab_size is not None  # recipe.rules asks for a path or a size

@@ -117,11 +117,12 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
 
 
 def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return a prompt for each question whose four texts end with an option in full, not its letter; ignore `shots`.
+    """Return a prompt for each question with four texts that each end with an option and "。"; ignore `shots`.
 
-    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446). As
-    there, the likelihood counts per character, or short options would win. An assistant sees the options in the user's
-    turn and opens its own with one of them; a base model sees no option. Raises as _render_with_answer() does.
+    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446). The
+    likelihood counts per character, as there; else short options would win. With a chat template the user's turn shows
+    the options and the assistant's turn is one of them; without one, no list of options is shown. A text longer than
+    the context loses its beginning. Raises ValueError if the template alters an answer.
     """
     style, prompts = STYLES[suite.name], list[Prompt]()
     is_chat = bool(opened.tokenizer.chat_template)

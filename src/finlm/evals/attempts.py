@@ -308,10 +308,11 @@ def draw(opened: Opened, grpo: Grpo, prompts: Sequence[Prompt], options: Options
 
 
 def ask_endpoint(recipe: Recipe, grpo: Grpo, prompts: Sequence[Prompt], options: Options) -> list[list[Attempt]]:
-    """Return options.count answers to each prompt of the model behind self_qa.endpoint; ask only for new ones.
+    """Return options.count answers of the model behind self_qa.endpoint to each prompt; ask only for new ones.
 
-    New answers are appended to a ledger in runs/evals/ as they come. Prompts that self_qa.max_cost left over have fewer
-    answers. Raises UserError as answer_prompts() does.
+    Appends new answers to a ledger in runs/evals/ as they come. A failed request is an Attempt with a `fault` and no
+    text; it is not in the ledger and is asked again next time. Prompts that self_qa.max_cost left over have fewer
+    answers. Raises UserError after five failures in a row, or when no request can succeed.
     """
     settings, system = settings_of(recipe), recipe.chat.system if recipe.chat else None
     about = [settings.model, grpo.temperature, grpo.max_new_tokens, options.seed, system]

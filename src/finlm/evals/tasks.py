@@ -186,7 +186,7 @@ def _measure(pairs: Sequence[tuple[Question, str]]) -> Score:
 
 
 def _split_scores(asked: Sequence[Question], said: Sequence[str], shares: Mapping[int, float]) -> dict[str, Contained]:
-    """Return {task: Contained} of the answers `said`; the keys of `shares` are the indexes of contained questions."""
+    """Return {task: Contained}; the keys of `shares` are the indexes of the questions in the training data."""
     inside, outside = (
         score([asked[place] for place in places], [said[place] for place in places])
         for places in (sorted(shares), [place for place in range(len(asked)) if place not in shares])

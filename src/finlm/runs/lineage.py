@@ -122,8 +122,8 @@ def find_finished(wanted: Recipe, shards: Path, runs: Path) -> RunDir | None:
 def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new_keys: bool = False) -> Earlier | None:
     """Return the newest unfinished run of the same training that has a checkpoint, and print it; None if there is none.
 
-    Gathers its newest checkpoint on this machine. Raises UserError when the run is running or was started elsewhere, a
-    host does not give its part of the checkpoint, all checkpoints are damaged, or as find_continuable does.
+    Gathers its newest whole checkpoint here; `accept_new_keys` stores unknown ssh host keys. Raises UserError when it
+    is running or was started elsewhere, when none of its checkpoints is whole and intact, or as find_continuable does.
     """
     for run, former, planned in find_continuable(wanted, plan, shards, runs):
         check_free(run, wanted, accept_new_keys)

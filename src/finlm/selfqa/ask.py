@@ -164,7 +164,7 @@ def _ask_passages(
         passages,
         settings.concurrency if settings.endpoint else 1,
         lambda: cost(settings, spent) < most,
-        model.stopped.set if isinstance(model, Endpoint) else lambda: None,  # requests under way end by themselves
+        model.stopped.set if isinstance(model, Endpoint) else lambda: None,  # ends waits for a retry
     )
     with closing(asking), screen.progress("self-qa", len(passages)) as advance:
         for rows in asking:

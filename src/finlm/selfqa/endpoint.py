@@ -79,7 +79,10 @@ def strip_thoughts(reply: str) -> str:
 
 
 def split_questions(reply: str) -> list[str]:
-    """Return the questions of a reply: its lines without numbering, or the strings of a JSON list."""
+    """Return the questions of a model's raw reply, [] if none: the strings of a JSON list, else its lines.
+
+    Removes thoughts, a code fence around the reply, numbering and empty questions.
+    """
     text = strip_thoughts(reply)
     text = re.sub(r"^```\w*\n|\n```$", "", text)
     if text.startswith("["):
@@ -277,11 +280,11 @@ def ask_in_parallel(
     may_start: Callable[[], bool],
     stop: Callable[[], object],
 ) -> Generator[list[Result], None, None]:
-    """Yield the results of ask(task) as they end, in lists, `workers` tasks at a time in threads.
+    """Yield lists of the results of ask(task), some of them empty, as tasks end; run `workers` at a time in threads.
 
-    No task is started while may_start() is false; ends when none is left or under way. The error of a task is raised
-    after the results that ended with it. When it is raised, or the iterator is closed early, calls stop() and leaves
-    the tasks under way to end by themselves. Close the iterator when you leave it early.
+    Starts no task while may_start() is false. Ends when no task is running and none can be started, even if some are
+    left. Raises a task's error after the results that ended with it. On an error, or when the iterator is closed early,
+    calls stop(), waits for the running tasks and drops their results. Close the iterator when you leave it early.
     """
     waiting = iter(tasks)
     under_way: set[Future[Result]] = set()
@@ -301,8 +304,7 @@ def ask_in_parallel(
                     future.result()
         except BaseException:
             stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            raise  # after the running tasks: leaving the pool waits for them
 
 
 def _read_key(variable: str | None) -> str | None:

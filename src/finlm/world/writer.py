@@ -159,7 +159,10 @@ def _write_one(path: Path, lines: Iterator[str]) -> None:
 
 
 def _table(rows: str) -> Readings:
-    """Return a table of this year, the year before and the change in several layouts; rows are `label=name`."""
+    """Return templates of a table of this year, the year before and the change, one for each layout.
+
+    `rows` are `label=name` separated by spaces; the cells are placeholders such as {NAME_w}, {NAME1_w} and {NAME_p}.
+    """
     cells = [row.split("=") for row in rows.split()]
     tables = []
     for number in "wn":

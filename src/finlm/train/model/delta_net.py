@@ -128,7 +128,10 @@ class ConvolvesWithin(torch.nn.Module):
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Return convolve(x, the layer's weight, positions)."""
+        """Return silu of the causal convolution of x [batch, sequence, channels] within documents, as convolve() does.
+
+        `positions` [batch, sequence] are the tokens' positions in their documents; None: every row is a document.
+        """
         return convolve(x, self.weight[:, 0], positions)
 
 
