@@ -315,7 +315,7 @@ class SortedKeys:
         return np.concatenate(keys), np.concatenate(numbers)
 
     def remove(self) -> None:
-        """Delete the files."""
+        """Delete the table's files. Raises FileNotFoundError if one is gone already."""
         for group in range(len(self.firsts)):
             self.path(group).unlink()
 
@@ -353,7 +353,7 @@ class Catalog:
 
     @staticmethod
     def remove(directory: Path) -> None:
-        """Delete the catalog's files."""
+        """Delete the catalog's files. Raises FileNotFoundError if one is gone already."""
         for name in _CATALOG:
             (directory / name).unlink()
 

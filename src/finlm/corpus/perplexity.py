@@ -285,7 +285,8 @@ def _find_inputs(context: Context, settings: Perplexity) -> list[Input]:
 def _find_files(context: Context, settings: Perplexity) -> list[Input]:
     """Return the inputs of the clean set, without hashes.
 
-    Raises UserError for a missing file, or NotPrepared if the cache may not build.
+    Raises UserError for a store that does not answer. When a pattern matches no file, raises UserError, or NotPrepared
+    if the cache may not build.
     """
     key = "data.clean.perplexity.clean_set"
     inputs: list[Input] = []

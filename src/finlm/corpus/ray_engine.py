@@ -205,9 +205,10 @@ class RayEngine:
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Yield the Mapper of the cluster's workers, or of this process if at_most is 1 or less. See Engine.start.
+        """Yield the Mapper of all the cluster's workers, or of this process if at_most is 1 or less.
 
-        The first call connects to the cluster; raises UserError if it or a host cannot be used.
+        at_most limits nothing else. The first call for the cluster connects to it, until the engine's own block ends.
+        Raises UserError if the cluster or a host cannot be used.
         """
         if at_most <= 1:
             yield partial(workers.map_in_order, None, 1)
@@ -230,8 +231,8 @@ class RayEngine:
 def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
     """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each host did.
 
-    Stdout is redirected inside the block. Raises UserError for a cluster or a host that cannot be used. `num_proc` is
-    the most workers per host; `reads` are files that every host needs.
+    Inside the block stdout is dropped, but for Ray's retries, which go to stderr. Raises UserError for a cluster or a
+    host that cannot be used. `num_proc` is the most workers per host; `reads` are files that every host needs.
     """
     import ray
 

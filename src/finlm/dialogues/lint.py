@@ -180,7 +180,7 @@ def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]
 
 
 def _check_rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about broken rows, rows left out, unread keys and rows beyond the start model's context.
+    """Yield findings about broken rows, rows left out (if over 1 %), unread keys, and rows beyond the start's context.
 
     `manifest` is the shards', `counts` prepared_counts().
     """

@@ -104,7 +104,7 @@ class TrainSettings(Protocol):
 
 
 class CheckpointSettings(Protocol):
-    """The keys of `checkpoint`."""
+    """The keys of `checkpoint`, as schema.Checkpoint describes them."""
 
     @property
     def every_steps(self) -> int | None: ...

@@ -264,7 +264,8 @@ def _listed(url: str, about: About) -> RemoteFile:
 def _open_root(root: str) -> Any:
     """Return the fsspec filesystem of a URL's scheme and authority.
 
-    Raises UserError for an unknown scheme, a missing package or an address that cannot be reached.
+    Raises UserError for an unknown scheme, a missing package, or a store that fails to open. S3 and HTTP are not
+    contacted yet, so their address may still be out of reach.
     """
     scheme = root.partition("://")[0]
     try:
