@@ -28,7 +28,7 @@ def recorded() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in (ROOT / "src/finlm").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and _name(node.func) in ("append_event", "record"):
+            if isinstance(node, ast.Call) and _name(node.func) in ("append_event", "record", "record_event"):
                 kinds = [one.value for one in node.args[:2] if isinstance(one, ast.Constant)]
                 for kind in kinds[:1]:
                     found.setdefault(str(kind), set()).update(word.arg for word in node.keywords if word.arg)
