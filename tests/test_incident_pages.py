@@ -42,7 +42,8 @@ def _of(function: ast.FunctionDef) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        found = [word.value for word in node.keywords if word.arg == "what" and name in ("record", "record_event", "append_event")]
+        records = name in ("record", "record_event", "append_event")
+        found = [word.value for word in node.keywords if word.arg == "what" and records]
         found += node.args[CALLS[name] : CALLS[name] + 1] if name in CALLS else []
         for value in found:
             named = isinstance(value, ast.Name)
