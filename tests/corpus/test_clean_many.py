@@ -76,6 +76,9 @@ def test_each_text_is_cleaned_as_if_it_were_alone(name: str, monkeypatch: pytest
     cleaner = clean.Cleaner(RULES[name])
     assert clean_together(cleaner, texts) == [cleaner(text) for text in texts]
     assert clean.clean_texts(cleaner, []) == []
+    for rest in (["", "\u3000"], ["𠮷" * 10, ""], ["<br>", "  \n"]):  # nothing is left beside a text that fills a block
+        texts = ["净利润，" * 50_000, *rest]
+        assert clean_together(cleaner, texts) == [cleaner(text) for text in texts]
 
 
 def test_rules_do_not_run_on_texts_that_they_cannot_concern(monkeypatch: pytest.MonkeyPatch) -> None:

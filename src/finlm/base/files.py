@@ -30,7 +30,7 @@ def write_bytes(path: Path, *parts: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")  # hosts may share a disk
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("wb", buffering=2**20) as file:  # a call of the kernel for 8 KiB takes as long as the copy
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())

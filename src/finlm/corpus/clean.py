@@ -5,11 +5,10 @@ samples are kept by the documents step. Filters judge the form of a document, ne
 fewer than 50 characters. Broken mark-up goes first, since every later rule counts characters. `clean: none` makes only
 the uniform spelling of normalize.py. Perplexity and duplicates have steps of their own.
 
-Many texts are cleaned at once: a few passes over all of them name the texts that a rule may concern, and the rule is
-applied only to those. The patterns run in pyarrow's RE2, at 0.5 GB/s where Python's take 0.1, and tables of bytes count
-the kinds of characters. Each pattern matches at least the texts that its rule changes or drops, so the result is that
-of cleaning text by text; a text that a rule has changed goes through all that follow, and a rule without a pattern sees
-all texts.
+Many texts are cleaned at once (blocks.py): the frequent changes are made in arrays of all their characters, and counts
+of them name the texts that a filter may drop, which then judges only those. What is rare, as traditional Chinese or a
+line of boilerplate, sends its text through the rules one by one. The result is that of cleaning text by text; a rule
+that blocks.py does not know sees all texts.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base.errors import UserError
-from finlm.corpus import normalize
+from finlm.corpus import blocks, normalize
 from finlm.corpus.normalize import CHINESE, normalise, shape
 from finlm.recipe.schema_data import Clean
 
@@ -42,9 +42,7 @@ _WORD = re.compile(rf"[^\W\d_{CHINESE}]{{3,}}")
 _SYMBOL = re.compile("[!-/:-@\\[-`{-~\u00a1-\u00bf\u2010-\u214f\u2190-\u245f\u2500-\u2bff\u3001-\u303f\uff01-\uff65]")
 _DIGITS_A_WORD = 200
 _LABELLED = re.compile(r"[\d:：\t |]")
-# UTF-8 read as GBK and back, and UTF-8 read as Latin-1.
-_MAY_BE_GARBLED = "[\ufffd锟烫屯\xc0-\xff]"
-_SUSPECT = re.compile(_MAY_BE_GARBLED)
+_SUSPECT = re.compile(blocks.MAY_BE_GARBLED)
 _MOJIBAKE = re.compile("\ufffd|锟斤拷|烫烫烫|屯屯屯|ï»¿|ï¿½|[ÃÂ][\x80-\xbf]|[äåæçèé][\x80-\xbf»¼½¾¿¡-¹]{2}")
 
 
@@ -197,8 +195,8 @@ class Cleaner:
 
     def __init__(self, settings: Clean) -> None:
         self.settings = settings
-        self._changes = list(_changes(settings))
-        self._filters = list(_filters(settings))
+        self.changes = list(_changes(settings))
+        self.filters = list(_filters(settings))
 
     def __call__(self, text: str) -> tuple[str, str | None]:
         """Return (clean text, None), or ("", reason) for a document to drop."""
@@ -207,7 +205,7 @@ class Cleaner:
     @property
     def rules(self) -> Rules:
         """The names of all rules that the settings ask for."""
-        return frozenset(name for name, _ in (*self._changes, *self._filters))
+        return frozenset(name for name, _ in (*self.changes, *self.filters))
 
     def spell(self, text: str) -> str:
         """Return the text in its normal spelling (normalise), without HTML if the settings say so."""
@@ -219,12 +217,12 @@ class Cleaner:
         Returns (clean text, None), or ("", reason) for a document to drop.
         """
         text = spelled
-        for name, change in self._changes:
+        for name, change in self.changes:
             if name in rules or text is not spelled:
                 text = change(text)
         if text is not spelled:  # what was removed may leave blanks at the ends
             text = normalise(text)
-        for name, judge in self._filters:
+        for name, judge in self.filters:
             if (name in rules or text is not spelled) and (reason := judge(text)):
                 return "", reason
         return text, None
@@ -291,7 +289,8 @@ def _keywords(path: str) -> frozenset[str]:
     return read_keywords(Path(path).expanduser(), "data.clean.bad_keywords")
 
 
-_FEW = 2**16  # characters: below, each text is cleaned alone, without pyarrow
+_FEW = 2**12  # characters: below, each text is cleaned alone, without arrays
+_AT_ONCE = 2**17  # characters, whose arrays stay in the processor's cache
 
 Bools = npt.NDArray[np.bool_]
 Cleaned = tuple[bytes, int, str | None]  # (UTF-8 of the clean text, its characters, None), or (b"", 0, reason)
@@ -299,28 +298,14 @@ Cleaned = tuple[bytes, int, str | None]  # (UTF-8 of the clean text, its charact
 
 def clean_texts(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
     """Return cleaner(text) for each text as Cleaned, faster than a call for each; texts must be encodable as UTF-8."""
-    if not texts or sum(map(len, texts)) < _FEW:
+    sizes = np.cumsum([0, *map(len, texts)])
+    if sizes[-1] < _FEW:
         return [_encode(*cleaner(text)) for text in texts]
-    block = _Block(texts)
-    settings = cleaner.settings
-    spelled, encoded = list(texts), block.encoded
-    changed = block.matches(f"{normalize.MAY_CHANGE}|[<&]" if settings.html else normalize.MAY_CHANGE)
-    for number in np.flatnonzero(changed).tolist():
-        spelled[number] = cleaner.spell(texts[number])
-        encoded[number] = spelled[number].encode()
-    cleaned: list[Cleaned] = [(data, len(text), None) for data, text in zip(encoded, spelled, strict=True)]
-    if not cleaner.rules:
-        return cleaned
-    if changed.any():
-        block = _Block(spelled, encoded)
-    rules: dict[int, set[str]] = {}
-    for name, concerned in _find_concerned(block, cleaner):
-        for number in np.flatnonzero(concerned).tolist():
-            rules.setdefault(number, set()).add(name)
-    for number, names in rules.items():
-        text, reason = cleaner.finish(spelled[number], frozenset(names))
-        if reason or text is not spelled[number]:
-            cleaned[number] = _encode(text, reason)
+    cleaned, first = list[Cleaned](), 0
+    while first < len(texts):
+        last = max(first + 1, int(np.searchsorted(sizes, sizes[first] + _AT_ONCE, side="right")) - 1)
+        cleaned += _clean_block(cleaner, texts[first:last])
+        first = last
     return cleaned
 
 
@@ -329,98 +314,89 @@ def _encode(text: str, reason: str | None) -> Cleaned:
     return text.encode(), len(text), reason
 
 
-class _Block:
-    """Texts end to end as UTF-8."""
-
-    def __init__(self, texts: Sequence[str], encoded: list[bytes] | None = None) -> None:
-        """Join the texts; `encoded` has them as UTF-8 where they are already."""
-        import pyarrow  # 0.1 s that small corpora need not pay
-
-        self.encoded = [text.encode() for text in texts] if encoded is None else encoded
-        self.data = b"".join(self.encoded)
-        self.limits = np.cumsum([0, *map(len, self.encoded)], dtype=np.int64)  # bytes: [texts + 1]
-        # pyarrow.array() and .to_numpy() would import pandas, 0.4 s in each worker.
-        buffers = pyarrow.py_buffer(self.limits), pyarrow.py_buffer(self.data)
-        self._array: Any = pyarrow.LargeStringArray.from_buffers(len(texts), *buffers)
-        self.lengths = np.array([len(text) for text in texts], dtype=np.int64)
-
-    def matches(self, pattern: str) -> Bools:
-        """Return bool [texts]: whether the text holds a match of the RE2 pattern."""
-        import pyarrow.compute as compute
-
-        matching = compute.match_substring_regex(self._array, pattern)
-        bits = np.frombuffer(matching.buffers()[1], dtype=np.uint8)
-        return np.unpackbits(bits, count=len(matching), bitorder="little").view(np.bool_)
-
-
-def _find_concerned(block: _Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
-    """Yield (rule, bool [texts]: which texts it may change or drop) for each rule; repeated_symbols comes twice."""
-    rules, settings = cleaner.rules, cleaner.settings
-    kinds = _Kinds(block)
-    patterns = {
-        "repeated_symbols": normalize.MAY_HAVE_BLANKS,
-        "boilerplate_lines": normalize.MAY_HAVE_BOILERPLATE,
-        "simplified": normalize.MAY_BE_TRADITIONAL,
-        "punctuation": normalize.MAY_HAVE_WIDTHS,
-        "garbled": _MAY_BE_GARBLED,
-    }
-    rare = sorted(rules & {"repeated_symbols", "simplified", "garbled"})
-    if rare:  # one pass for all: few texts hold any of them
-        is_rare = block.matches("|".join(patterns[name] for name in rare))
-        yield from ((name, is_rare) for name in rare)
-    for name in sorted(rules & {"boilerplate_lines", "punctuation"}):
-        yield name, block.matches(patterns[name])
+def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
+    """Return the Cleaned of each text: changes are made in all texts at once where that is simple, else in each."""
+    alone, changed = dict[int, Cleaned](), dict[int, str]()  # by the text's index
+    rules, change = cleaner.rules, dict[str, Any](cleaner.changes)
+    if cleaner.settings.html:
+        texts = [normalize.strip_html(text) if "<" in text or "&" in text else text for text in texts]
+    block = blocks.Block.of(texts)
+    if len(block.codes) != block.limits[-1]:  # characters of two codes
+        rare = [number for number, text in enumerate(texts) if len(text.encode("utf-16-le")) > 2 * len(text)]
+        alone = {number: _encode(*cleaner.finish(normalise(texts[number]), rules)) for number in rare}
+        block = blocks.Block.of(["" if number in alone else text for number, text in enumerate(texts)])
+    spelled = block = blocks.spell(block)
+    if not len(block.codes):
+        return [alone.get(number) or _encode(*cleaner.finish("", rules)) for number in range(len(texts))]
     if "repeated_symbols" in rules:
-        yield "repeated_symbols", kinds.holding(_in_a_row(kinds.kinds == ord("s"), 4))
-    if "mask" in rules:
-        yield "mask", kinds.holding(_long_numbers(kinds))
-    enough = block.lengths >= ENOUGH
-    digits, others = kinds.count("0"), kinds.count("s")
-    words = block.lengths - others - kinds.count(" ")
-    if "max_digits" in rules:
-        yield "max_digits", enough & (digits > settings.max_digits * words)
-    if "max_symbols" in rules:
-        yield "max_symbols", enough & (others * (1 - settings.max_symbols) > settings.max_symbols * words)
-    if "min_chinese" in rules:
-        yield "min_chinese", enough & (kinds.count("c") < settings.min_chinese * block.lengths)
-    if "max_short_lines" in rules:
-        ends = np.flatnonzero(np.frombuffer(block.data, dtype=np.uint8) == ord("\n"))
-        yield "max_short_lines", np.diff(np.searchsorted(ends, block.limits)) >= ENOUGH_LINES - 1
-    without_pattern = rules - {*patterns, "mask", "max_digits", "max_symbols", "min_chinese", "max_short_lines"}
-    yield from ((name, np.ones(len(block.lengths), dtype=np.bool_)) for name in sorted(without_pattern))
+        block = blocks.compress(block)
+    for number in np.flatnonzero(_find_hard(cleaner, spelled, block)).tolist():
+        alone[number] = _encode(*cleaner.finish(spelled[number], rules))
+    if "punctuation" in rules:
+        block = blocks.convert_widths(block)
+    numbers = blocks.find_long_numbers(block) if "mask" in rules else np.empty(0, dtype=np.int64)
+    for number in np.unique(block.text_of(numbers)).tolist():
+        begin, end = block.limits[number : number + 2].tolist()
+        places = (numbers[slice(*np.searchsorted(numbers, [begin, end]))] - begin).tolist()
+        if number not in alone and (masked := change["mask"](text := block[number], places)) is not text:
+            changed[number] = normalise(masked)
+    if "repeated_symbols" in rules and len(spelled.where(blocks.NO_BREAK)):  # blanks now, perhaps at the end of a line
+        block = blocks.spell(block)
+    whole, limits = block.text, block.limits.tolist()
+    cleaned: list[Cleaned] = [(whole[begin:end].encode(), end - begin, None) for begin, end in pairwise(limits)]
+    concerned = dict(_find_concerned(block, cleaner) if cleaner.filters else ())
+    for number in {*changed, *np.flatnonzero(sum(concerned.values(), np.zeros(len(texts)))).tolist()}:
+        text = changed.get(number) or block[number]
+        judges = [judge for name, judge in cleaner.filters if number in changed or concerned[name][number]]
+        reason = next(filter(None, (judge(text) for judge in judges)), None)
+        cleaned[number] = _encode("" if reason else text, reason)
+    return [alone.get(number, each) for number, each in enumerate(cleaned)]
 
 
-class _Kinds:
-    """The class bytes of all characters of a block (see normalize.shape)."""
+def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> Bools:
+    """Return bool [texts]: which texts need the rules one after the other, from `spelled` on.
 
-    def __init__(self, block: _Block) -> None:
-        self.kinds = np.frombuffer(normalize.shape.of_bytes(block.data), dtype=np.uint8)
-        self._limits = np.concatenate(([0], np.cumsum(block.lengths)))
-
-    def count(self, kind: str) -> npt.NDArray[np.int64]:
-        """Return how many characters of a class each text has: int64 [texts]."""
-        return np.diff(np.searchsorted(np.flatnonzero(self.kinds == ord(kind)), self._limits))
-
-    def holding(self, begins: Bools) -> Bools:
-        """Return bool [texts]: whether `begins`, bool [characters], marks a character of the text."""
-        is_held: Bools = np.diff(np.searchsorted(np.flatnonzero(begins), self._limits)) > 0
-        return is_held
-
-
-def _in_a_row(marked: Bools, count: int) -> Bools:
-    """Return bool [characters]: where `count` consecutive marked characters begin, also across texts."""
-    begins = marked.copy()
-    for back in range(1, count):
-        begins[:-back] &= marked[back:]
-        begins[-back:] = False
-    return begins
+    `block` has the texts after blocks.compress(). Hard are blanks that few texts have, traditional Chinese,
+    boilerplate lines, and all texts where the cleaner has a change that is not known here.
+    """
+    hard, rules = np.zeros(len(block.limits) - 1, dtype=np.bool_), cleaner.rules
+    known = {"repeated_symbols", "boilerplate_lines", "simplified", "punctuation", "mask"}
+    if not known.issuperset(name for name, _ in cleaner.changes):
+        return ~hard
+    if "repeated_symbols" in rules:
+        blanks = spelled.where(blocks.NO_BREAK)
+        at_end = blanks[spelled.is_limit(blanks) | spelled.is_limit(blanks + 1)]
+        hard[spelled.text_of(np.append(at_end, spelled.where(blocks.STRANGE)))] = True
+    if "simplified" in rules:
+        traditional = block.count(block.where(blocks.TRADITIONAL))
+        hard |= (traditional > 0) & (traditional >= normalize.TRADITIONAL_SHARE * np.diff(block.limits))
+    if "boilerplate_lines" in rules:
+        hard[blocks.find_boilerplate(block)] = True
+    return hard
 
 
-def _long_numbers(kinds: _Kinds) -> Bools:
-    """Return bool [characters]: where four digits begin that three more follow, directly or after another character."""
-    is_digit = kinds.kinds == ord("0")
-    four, three = _in_a_row(is_digit, 4), _in_a_row(is_digit, 3)
-    after = np.zeros_like(three)
-    after[:-4] = three[4:]
-    after[:-5] |= three[5:] & ~is_digit[4:-1]
-    return four & after
+def _find_concerned(block: blocks.Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
+    """Yield (filter, bool [texts]: which texts it may drop) for each filter; all texts for a filter not known here."""
+    settings, size = cleaner.settings, np.diff(block.limits)
+    enough = size >= ENOUGH
+    digits, others = block.count(block.where(blocks.DIGIT)), block.count(block.where(blocks.OTHER))
+    words = size - others - block.count(block.where(blocks.BLANK | blocks.LINE))
+    for name, _ in cleaner.filters:
+        if name == "garbled":
+            lost = block.count(block.where(blocks.LOST))
+            yield name, (lost > 2) & (200 * lost > size)
+        elif name == "max_digits":
+            yield name, enough & (digits > settings.max_digits * words)
+        elif name == "max_symbols":
+            yield name, enough & (others * (1 - settings.max_symbols) > settings.max_symbols * words)
+        elif name == "min_chinese":
+            yield name, enough & (block.count(block.where(blocks.HAN)) < settings.min_chinese * size)
+        elif name == "max_short_lines":
+            text, begins, ends = block.lines()
+            short, full = (
+                np.bincount(text[(ends > begins) & (ends - begins < most)], minlength=len(size))
+                for most in (_SHORT_LINE, np.inf)
+            )
+            yield name, (full >= ENOUGH_LINES) & (short > settings.max_short_lines * full)
+        else:
+            yield name, np.ones(len(size), dtype=np.bool_)

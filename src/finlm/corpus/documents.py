@@ -29,7 +29,7 @@ from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input, Split
-from finlm.corpus.workers import Engine
+from finlm.corpus.workers import Engine, pause_collector
 from finlm.recipe.schema_data import Clean
 
 VERSION = 3
@@ -381,7 +381,8 @@ def parse(task: Task) -> Parsed:
 def _parse(task: Task) -> Parsed:
     """Parse, clean and hash the rows; write .txt and .npy if any document is left, then .json; return the record."""
     result = Parsed(values={name: Counter() for name in task.item.meta})
-    rows = _read_rows(task, result)
+    with pause_collector():
+        rows = _read_rows(task, result)
     texts, characters, sides = [], [], list[tuple[int, int]]()
     cleaned = clean.clean_texts(clean.load(task.rules), [row.text for _, _, row in rows])
     for (part, line, row), (data, count, reason) in zip(rows, cleaned, strict=True):
@@ -409,8 +410,7 @@ def _parse(task: Task) -> Parsed:
         np.save(packed, index)
         files.write_bytes(task.chunk.with_suffix(".txt"), *texts)
         files.write_bytes(task.chunk.with_suffix(".npy"), packed.getvalue())
-        result.documents, result.text_bytes = len(texts), int(index["end"][-1])
-        result.index_bytes = packed.tell()
+        result.documents, result.text_bytes, result.index_bytes = len(texts), int(index["end"][-1]), packed.tell()
         result.chunk = "/".join(task.chunk.with_suffix(".txt").parts[-4:])
     files.write_text(task.chunk.with_suffix(".json"), json.dumps(vars(result), ensure_ascii=False))
     return result

@@ -248,7 +248,7 @@ class _Shard:
 
         `ids` has them end to end; `lengths` (tokens) and `text_bytes` are [documents].
         """
-        data = ids.tobytes()
+        data = np.ascontiguousarray(ids).data.cast("B")
         self._file.write(data)
         self._sha256.update(data)
         self.tokens += len(ids)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,10 +28,8 @@ _NEWLINE = "\x0b\x0c\x85\u2028\u2029"  # besides \r
 _FULL_WIDTH = "０-９Ａ-Ｚａ-ｚ"
 CHINESE = "\u3400-\u4dbf\u4e00-\u9fff"
 
-_RARE = f"[{_INVISIBLE}{_NEWLINE}{_FULL_WIDTH}\r]"
-_ANY = re.compile(_RARE)
-# In RE2's spelling: what stands in every text that normalise changes.
-MAY_CHANGE = rf"{_RARE}|\x{{3000}}|[ \t]\n|\n\n\n|\A[ \t\n]|[ \t\n]\z"
+RARE = f"[{_INVISIBLE}{_NEWLINE}{_FULL_WIDTH}\r]"
+_ANY = re.compile(RARE)
 _INVISIBLES = re.compile(f"[{_INVISIBLE}]+")
 _NEWLINES = re.compile(f"\r\n?|[{_NEWLINE}]")
 _FULL_WIDTHS = re.compile(f"[{_FULL_WIDTH}]+")
@@ -99,6 +97,9 @@ _INLINE = (
 _VALUE = r"""(?:"[^"<>]{0,2000}+"|'[^'<>]{0,2000}+'|[^\s<>"']{1,2000}+)"""
 _ATTRIBUTE = rf"""(?:[\s/]++|(?<=["']))[a-zA-Z_:@][-a-zA-Z0-9_:.;]{{0,60}}+(?:\s*+=\s*+{_VALUE})?+"""
 _ATTRIBUTES = rf"(?:{_ATTRIBUTE}){{0,50}}+[\s/=]*+"
+# What all of these begin with: most texts with a "<" have none.
+_MAY_BE_TAG = re.compile(rf"<(?:!--|/?(?:script|style|t[dh]|{_BLOCK}|{_INLINE}))", re.IGNORECASE)
+_MAY_HIDE = re.compile("<(?:!--|script|style)", re.IGNORECASE)
 _HIDDEN = {"<!--": "-->", "<script": "</script>", "<style": "</style>"}
 _BLOCK_TAG = re.compile(rf"</?(?:{_BLOCK}){_ATTRIBUTES}>[ \t\n]{{0,8}}", re.IGNORECASE)
 _CELL_TAG = re.compile(rf"</?t[dh]{_ATTRIBUTES}>", re.IGNORECASE)
@@ -117,8 +118,8 @@ def strip_html(text: str) -> str:
     A table row becomes a line with tab-separated cells, unless the table lays out a page. Only names of HTML tags
     count: <N>, a placeholder of FinCUGE's finre, and a < b stay.
     """
-    if "<" in text:
-        for start, end in _HIDDEN.items():
+    if "<" in text and _MAY_BE_TAG.search(text):
+        for start, end in _HIDDEN.items() if _MAY_HIDE.search(text) else ():
             text = _remove_parts(text, start, end)
         text = _ROW.sub(_join_cells, text)
         text = _BLOCK_TAG.sub("\n", text)
@@ -158,11 +159,9 @@ def _remove_parts(text: str, start: str, end: str) -> str:
     return "".join(parts) + text[done:]
 
 
-_SYMBOLS = re.compile(r"([^\w\s\u4dc0-\u4dff])\1{3,}")  # without hexagrams, whose UTF-8 begins as Chinese does
+SYMBOL = r"[^\w\s\u4dc0-\u4dff]"  # without hexagrams, whose UTF-8 begins as Chinese does
+_SYMBOLS = re.compile(rf"({SYMBOL})\1{{3,}}")
 _BLANKS = re.compile(r"(?<=\S)[ \xa0\u2000-\u200a]{5,}")
-
-
-MAY_HAVE_BLANKS = "\xa0|     "  # of what compress_repeats changes, the half that is no symbol
 
 
 def compress_repeats(text: str) -> str:
@@ -178,20 +177,13 @@ def compress_repeats(text: str) -> str:
     return _SYMBOLS.sub(r"\1\1\1", text) if b"ssss" in shape(text) else text
 
 
-# RE2 knows no look-around, and counts to 200 slowly: each finds more than the patterns below.
-MAY_HAVE_WIDTHS = "|".join(
-    (
-        f"[{CHINESE}》”）][,;:!?](?:[{CHINESE}《“（]|\\n|\\z)",
-        "[％＋－＝＜＞＆＃＠＊／＄]",
-        f"\\([^()\\n]*[{CHINESE}][^()\\n]*\\)",
-    )
-)
-_FULL = {",": "，", ";": "；", ":": "：", "!": "！", "?": "？"}
+FULL = {",": "，", ";": "；", ":": "：", "!": "！", "?": "？"}
 # The mark first, what stands before it second: the search then jumps from mark to mark.
 _HALF_MARK = re.compile(f"[,;:!?](?<=[{CHINESE}》”）][,;:!?])(?=[{CHINESE}《“（]|\n|\\Z)")
 _PAIR = re.compile(rf"\((?=[^()\n]{{0,200}}[{CHINESE}])([^()\n]{{1,200}})\)")
-_WIDE = re.compile("[％＋－＝＜＞＆＃＠＊／＄]")
-_WIDE_SIGNS = str.maketrans("％＋－＝＜＞＆＃＠＊／＄", "%+-=<>&#@*/$")
+WIDE = "[％＋－＝＜＞＆＃＠＊／＄]"
+_WIDE = re.compile(WIDE)
+WIDE_SIGNS = str.maketrans("％＋－＝＜＞＆＃＠＊／＄", "%+-=<>&#@*/$")
 
 
 def convert_widths(text: str) -> str:
@@ -200,19 +192,19 @@ def convert_widths(text: str) -> str:
     A mark changes only if Chinese or the end of the line follows it, so 1,000 and 12:30 and (600519) keep theirs.
     """
     if _WIDE.search(text):
-        text = text.translate(_WIDE_SIGNS)
-    text = _HALF_MARK.sub(lambda match: _FULL[match[0]], text)
+        text = text.translate(WIDE_SIGNS)
+    text = _HALF_MARK.sub(lambda match: FULL[match[0]], text)
     return _PAIR.sub(r"（\1）", text) if "(" in text else text
 
 
 # Characters that are frequent in traditional Chinese and absent from simplified Chinese: about one in seven of a
 # traditional text. 乾, 昇, 於 and others that names in simplified text keep are left out on purpose.
-MAY_BE_TRADITIONAL = (
+TRADITIONAL = (
     "[個們這來對國會時說為學經過發後點與開還關種現問動長頭見東車馬電話業產實務總資報價應稅貨幣證險財無從樣"
     "進當間將選區書機萬億圓則產據續達員統計劃議論決設認識該請談讓連運遠選還邊場勢獎環團圖際風]"
 )
-_TRADITIONAL = re.compile(MAY_BE_TRADITIONAL)
-_TRADITIONAL_SHARE = 0.05
+_TRADITIONAL = re.compile(TRADITIONAL)
+TRADITIONAL_SHARE = 0.05
 
 
 def simplify(text: str) -> str:
@@ -220,7 +212,7 @@ def simplify(text: str) -> str:
 
     On simplified text, t2s damages names: 乾照光电 to 干照光电, 昇兴 to 升兴 (72 places in 47,000 real documents).
     """
-    if not _TRADITIONAL.search(text) or len(_TRADITIONAL.findall(text)) < _TRADITIONAL_SHARE * len(text):
+    if not _TRADITIONAL.search(text) or len(_TRADITIONAL.findall(text)) < TRADITIONAL_SHARE * len(text):
         return text
     converted: str = _opencc().convert(text)
     return converted
@@ -233,8 +225,8 @@ def _opencc() -> Any:
     return opencc.OpenCC("t2s")
 
 
-_BOILERPLATE = re.compile(
-    r"[（(【\[]?(?:"
+_OPEN, _CLOSE = r"[（(【\[]?(?:", r")[。.!！]?[）)】\]]?"
+_BEGINS = (
     r"(?:责任编辑|责编|编辑|本文编辑|校对|审核|值班编辑|监制|排版)\s*[:：/|].{0,30}"
     r"|(?:来源|文章来源|稿件来源|信息来源|原文链接|本文链接)\s*[:：].{0,40}"
     r"|(?:点击|戳|长按|扫描|扫码|识别).{0,20}(?:二维码|阅读原文|查看|进入|下载|关注|开户|投票|报名).{0,20}"
@@ -242,24 +234,12 @@ _BOILERPLATE = re.compile(
     r"|(?:欢迎|敬请|请)?(?:关注|订阅).{0,16}(?:公众号|微信|微博).{0,24}"
     r"|(?:上一篇|下一篇|返回(?:首页|顶部|列表)|打印本页|关闭窗口|加入收藏|分享到|字号|相关阅读|热门推荐)\s*[:：]?.{0,30}"
     r"|(?:版权(?:声明|所有)|免责声明|转载声明|风险提示及免责).{0,120}"
-    r"|.{0,30}(?:版权归.{1,20}所有|未经.{0,12}(?:授权|许可|同意).{0,20}(?:转载|镜像)|(?:不得|严禁|谢绝)转载).{0,60}"
     r"|(?:广告|推广|赞助商链接|Advertisement)"
-    r")[。.!！]?[）)】\]]?"
 )
-
-
-# In RE2's spelling, a line that begins as one of them does; lengths, blanks and ends are left to the pattern above.
-MAY_HAVE_BOILERPLATE = (
-    r"(?m)^[ \t]*[（(【\[]?(?:(?:责任编辑|责编|编辑|本文编辑|校对|审核|值班编辑|监制|排版)[^\n]*[:：/|]"
-    r"|(?:来源|文章来源|稿件来源|信息来源|原文链接|本文链接)[^\n]*[:：]"
-    r"|(?:点击|戳|长按|扫描|扫码|识别)[^\n]*(?:二维码|阅读原文|查看|进入|下载|关注|开户|投票|报名)"
-    r"|(?:更多|海量)[^\n]*(?:尽在|请关注|请点击|请下载|欢迎关注)"
-    r"|(?:欢迎|敬请|请)?(?:关注|订阅)[^\n]*(?:公众号|微信|微博)"
-    r"|上一篇|下一篇|返回(?:首页|顶部|列表)|打印本页|关闭窗口|加入收藏|分享到|字号|相关阅读|热门推荐"
-    r"|版权(?:声明|所有)|免责声明|转载声明|风险提示及免责"
-    r"|[^\n]*(?:版权归[^\n]+所有|未经[^\n]*(?:授权|许可|同意)[^\n]*(?:转载|镜像)|(?:不得|严禁|谢绝)转载)"
-    r"|广告|推广|赞助商链接|Advertisement)"
-)
+_HOLDS = r".{0,30}(?:版权归.{1,20}所有|未经.{0,12}(?:授权|许可|同意).{0,20}(?:转载|镜像)|(?:不得|严禁|谢绝)转载).{0,60}"
+BOILERPLATE_HOLDS = ("版权归", "转载", "镜像")  # one of which stands in each of these
+_BOILERPLATE_BEGINS = re.compile(_OPEN + _BEGINS + _CLOSE)
+_BOILERPLATE_HOLDS = re.compile(_OPEN + _HOLDS + _CLOSE)
 
 
 def drop_boilerplate(text: str) -> str:
@@ -271,13 +251,24 @@ def drop_boilerplate(text: str) -> str:
     if "\n" not in text:  # a document of one line is its own content
         return text
     lines = text.split("\n")
-    kept = [line for line in lines if len(line) > 160 or not _BOILERPLATE.fullmatch(line.strip(" \t"))]
+    kept = [line for line in lines if not is_boilerplate(line)]
     return "\n".join(kept) if len(kept) < len(lines) else text
 
 
+def is_boilerplate(line: str) -> bool:
+    """Return whether a line of a text is boilerplate, as drop_boilerplate() has it."""
+    if len(line) > 160:
+        return False
+    line = line.strip(" \t")
+    if _BOILERPLATE_BEGINS.fullmatch(line):
+        return True
+    return any(word in line for word in BOILERPLATE_HOLDS) and _BOILERPLATE_HOLDS.fullmatch(line) is not None
+
+
 # Any of the numbers below holds seven digits, with at most one blank or hyphen between the fourth and the fifth.
-_CANDIDATE = re.compile(b"0000[ s]?000")
-_RUN = re.compile(r"[0-9(（+][-0-9 ()（）+—－]{6,}")  # where they may stand: a tenth of the time of the patterns below
+_CANDIDATES = re.compile(b"(?=0000[ s]?000)")
+_RUN = re.compile(r"[0-9(（+][-0-9 ()（）+—－]{6,}")  # where they may stand
+_IN_RUN = frozenset("-0123456789 ()（）+—－")
 
 _DATE = "(?:18|19|20)[0-9]{2}[ -]?(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
 _ID_CARD = (
@@ -333,25 +324,34 @@ _A_DATE = re.compile(r"[-—－] ?20[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]
 _BEFORE = 48
 
 
-def make_masker(kinds: Collection[str]) -> Callable[[str], str]:
+def make_masker(kinds: Collection[str]) -> Callable[..., str]:
     """Return a function that replaces personal numbers of these kinds (see KINDS) in a text with placeholders."""
     pattern = re.compile("|".join(part for kind in KINDS if kind in kinds for part in _PATTERNS[kind]), re.IGNORECASE)
 
-    def mask(text: str) -> str:
-        """Return the text with placeholders for its personal numbers."""
-        kinds = shape(text)
-        if not _CANDIDATE.search(kinds):
-            return text
-        parts, done = [], 0
-        for run in _RUN.finditer(text):
-            if not _CANDIDATE.search(kinds, run.start(), run.end() + 1):
+    def mask(text: str, places: Sequence[int] | None = None) -> str:
+        """Return the text with placeholders for its personal numbers.
+
+        `places` are the indexes, ascending, of all matches of _CANDIDATES, and perhaps others; None looks for them.
+        """
+        if places is None:
+            places = [match.start() for match in _CANDIDATES.finditer(shape(text))]
+        parts, done, looked = list[str](), 0, 0
+        for place in places:
+            if place < looked:
                 continue
+            first = place
+            while first and text[first - 1] in _IN_RUN:
+                first -= 1
+            run = _RUN.search(text, first)
+            if run is None or run.start() > place:
+                continue
+            looked = run.end()
             for near in pattern.finditer(text, max(done, run.start()), run.end() + 1):
                 match = pattern.match(text, near.start())  # with all that follows in sight
                 if match and match.start() >= done:
                     parts += [text[done : match.start()], _replace(match)]
                     done = match.end()
-        return "".join(parts) + text[done:]
+        return "".join(parts) + text[done:] if parts else text
 
     return mask
 

@@ -289,11 +289,11 @@ def _lines(item: Input, path: File, sha256: str, kind: Kind, advance: screen.Adv
     try:
         parts = pieces(path, item.encoding, min(2**20, BLOCK_BYTES), advance, sha256)
         for first, data in lines(parts, BLOCK_BYTES):
-            whole, _, last = data.rpartition(b"\n")
-            if kind == "jsonl" and _ends_early(last):
-                if whole:
-                    yield Block(kind, path, first, whole + b"\n")
-                raise Cut(FILE_SHORT, first + data.count(b"\n"), last)
+            end = data.rfind(b"\n") + 1
+            if kind == "jsonl" and _ends_early(data[end:]):
+                if end:
+                    yield Block(kind, path, first, data[:end])
+                raise Cut(FILE_SHORT, first + data.count(b"\n"), data[end:])
             yield Block(kind, path, first, data)
     except Cut as error:
         reason, first, torn = error.args
