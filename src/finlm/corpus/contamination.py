@@ -29,7 +29,7 @@ import numpy.typing as npt
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import NotPrepared, Step, file_changed
-from finlm.corpus import documents, ngrams, normalize
+from finlm.corpus import documents, ngrams, normalize, perplexity
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import sources
 from finlm.corpus.workers import Arrays, ChunkTask, Context
@@ -44,7 +44,6 @@ _WORDING = 3  # an n-gram of more questions than this is wording: "以下哪一�
 _ENOUGH_OWN = 9  # n-grams of its own that make a stem say what it asks
 _OPTIONS = ("a", "b", "c", "d", "e", "f")
 _TABLE_BITS = 21
-_BEGIN_BITS = 20
 _SPREAD = 0x9E3779B1  # a prime near 2**32 over the golden ratio
 
 
@@ -119,10 +118,7 @@ class Index:
         self.part = part  # [entries]: 2 i what question i asks, 2 i + 1 its options
         self.total = total  # [parts], different grams of each
         self.unique, first = np.unique(hashes, return_index=True)
-        self._first = np.append(first, len(hashes))
-        # Where the hashes of each beginning of so many bits lie in `unique`: a search of a step or two.
-        beginnings = np.arange(2**_BEGIN_BITS, dtype=np.uint64) << np.uint64(64 - _BEGIN_BITS)
-        self._begin = np.append(np.searchsorted(self.unique, beginnings), len(self.unique))
+        self._first, self._buckets = np.append(first, len(hashes)), perplexity.Buckets(self.unique)
         self._maybe = np.zeros(1 << _TABLE_BITS, dtype=np.uint8)  # eight n-grams a byte
         place, bit = _places(ngrams.unmix(self.unique).astype(np.uint32))
         np.bitwise_or.at(self._maybe, place, bit)
@@ -183,28 +179,14 @@ class Index:
         for first, here, limits in ngrams.blocks(data, ends):
             text = ngrams.words_only(ngrams.characters(here, limits))
             at, bit = _places(ngrams.sums(text.codes, GRAM))
-            maybe = np.flatnonzero(self._maybe.take(at) & bit)
+            maybe = np.flatnonzero((self._maybe.take(at) & bit) != 0)
             document = np.searchsorted(text.starts, maybe, side="right") - 1
             inside = maybe + GRAM <= text.starts[document + 1]
             maybe, document = maybe[inside], document[inside]
-            hashes = ngrams.hash_at(text.codes, maybe, GRAM)
-            place, known = self._search(hashes)
+            place, known = self._buckets.find(ngrams.hash_at(text.codes, maybe, GRAM))
             numbers.append(document[known] + first)
             places.append(place[known])
         return np.concatenate(numbers), np.concatenate(places)
-
-    def _search(self, hashes: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """Return (index into `unique`, whether that is the hash) of each hash."""
-        bucket = hashes >> np.uint64(64 - _BEGIN_BITS)
-        place, end = self._begin[bucket], self._begin[bucket + np.uint64(1)]
-        open_ = np.flatnonzero(place < end)
-        known = np.zeros(len(hashes), dtype=np.bool_)
-        while len(open_):
-            there = self.unique[place[open_]]
-            known[open_] = there == hashes[open_]
-            open_ = open_[(there < hashes[open_]) & (place[open_] + 1 < end[open_])]
-            place[open_] += 1
-        return place, known
 
     def _shares(self, document: npt.NDArray[np.int64], place: npt.NDArray[np.intp]) -> dict[tuple[int, int], float]:
         """Return {(document, question): share of the question's n-grams in the document}, where it is at least 15 %.
@@ -213,11 +195,11 @@ class Index:
         the stem are enough: the share is then raised to SHARE.
         """
         # Each gram once a document, then once for each part that has it.
-        seen, _ = _distinct(document * len(self.unique) + place)
+        seen, _ = _count_distinct(document * len(self.unique) + place)
         document, place = seen // max(1, len(self.unique)), seen % max(1, len(self.unique))
         times = self._first[place + 1] - self._first[place]
         part = self.part[np.repeat(self._first[place], times) + within(times)]
-        pair, count = _distinct(np.repeat(document, times) * len(self.total) + part)
+        pair, count = _count_distinct(np.repeat(document, times) * len(self.total) + part)
         share = count / self.total[pair % len(self.total)]
         asked = pair[share >= _OF_A_ROW] % 2 == 0
         pair, share = pair[share >= _OF_A_ROW], share[share >= _OF_A_ROW]
@@ -229,10 +211,10 @@ class Index:
         return {(number // len(self.total), number % len(self.total) // 2): value for number, value in values}
 
 
-def _distinct(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (the distinct values in order, how often each stands there); sorts `values`."""
+def _count_distinct(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (the distinct values in order, how often each is there). Sorts `values` in place; none may be negative."""
     values.sort()
-    first = np.flatnonzero(np.diff(values, prepend=-1))  # no value is negative
+    first = np.flatnonzero(np.diff(values, prepend=-1))
     return values[first], np.diff(first, append=len(values))
 
 

@@ -29,7 +29,7 @@ from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input, Split
-from finlm.corpus.workers import Engine, pause_collector
+from finlm.corpus.workers import Engine
 from finlm.recipe.schema_data import Clean
 
 VERSION = 3
@@ -381,8 +381,7 @@ def parse(task: Task) -> Parsed:
 def _parse(task: Task) -> Parsed:
     """Parse, clean and hash the rows; write .txt and .npy if any document is left, then .json; return the record."""
     result = Parsed(values={name: Counter() for name in task.item.meta})
-    with pause_collector():
-        rows = _read_rows(task, result)
+    rows = _read_rows(task, result)
     texts, characters, sides = [], [], list[tuple[int, int]]()
     cleaned = clean.clean_texts(clean.load(task.rules), [row.text for _, _, row in rows])
     for (part, line, row), (data, count, reason) in zip(rows, cleaned, strict=True):

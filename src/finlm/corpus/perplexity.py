@@ -41,6 +41,32 @@ Hashes = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
 
+_BUCKET_BITS = 20
+
+
+class Buckets:
+    """Distinct hashes by their first 20 bits, to look many others up in a step or two each."""
+
+    def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
+        """Keep `hashes`, which ascend and differ."""
+        self._hashes = hashes
+        firsts = np.arange(2**_BUCKET_BITS, dtype=np.uint64) << np.uint64(64 - _BUCKET_BITS)
+        self._begin = np.append(np.searchsorted(hashes, firsts), len(hashes))
+
+    def find(self, wanted: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """Return (index, is there) of each wanted hash; an index means nothing where the hash is not there."""
+        bucket = wanted >> np.uint64(64 - _BUCKET_BITS)
+        place, end = self._begin[bucket], self._begin[bucket + np.uint64(1)]
+        is_there = np.zeros(len(wanted), dtype=np.bool_)
+        left = np.flatnonzero(place < end)
+        while len(left):
+            here = self._hashes[place[left]]
+            is_there[left] = here == wanted[left]
+            left = left[(here < wanted[left]) & (place[left] + 1 < end[left])]
+            place[left] += 1
+        return place, is_there
+
+
 @dataclass(frozen=True)
 class Table:
     """A hash table from 64-bit hashes to numbers: linear probing over sorted hashes, so building needs no loop."""

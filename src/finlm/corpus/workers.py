@@ -13,7 +13,6 @@ nothing is retried: a worker that dies ends the step, and the next run takes up 
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
 import itertools
 import multiprocessing
@@ -189,21 +188,6 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most that it takes
         mallopt(_M_TRIM_THRESHOLD, 128 * 2**20)
-
-
-@contextmanager
-def pause_collector() -> Iterator[None]:
-    """Switch Python's cyclic garbage collector off in the block, which must make no cycles.
-
-    It looks at all rows of a chunk again and again: a fifth of the time that parsing short rows takes.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _allow_open_files(wanted: int) -> int:
