@@ -47,7 +47,8 @@ class Pair(TypedDict, total=False):
 def read_pairs(shards: Sequence[Shard]) -> Iterator[Pair]:
     """Yield {prompt_ids, chosen_ids, rejected_ids} of every pair in order.
 
-    The shards hold chosen and rejected documents in turn; raises ValueError if their number is odd.
+    A shard holds chosen and rejected documents in turn; raises ValueError, after its pairs, if their number is odd.
+    prompt_ids is the part of the chosen document before the mark. Raises FileNotFoundError for a missing .mask.
     """
     for shard in shards:
         documents = _read_documents(shard)
@@ -56,14 +57,20 @@ def read_pairs(shards: Sequence[Shard]) -> Iterator[Pair]:
 
 
 def read_prompts(shards: Sequence[Shard]) -> Iterator[Row]:
-    """Yield {prompt_ids, answer_ids} of every prompt in order; answer_ids is empty where no right answer is known."""
+    """Yield {prompt_ids, answer_ids} of every prompt in order; answer_ids is empty where no right answer is known.
+
+    Raises FileNotFoundError for a missing .mask.
+    """
     for shard in shards:
         for prompt, answer in _read_documents(shard):
             yield {"prompt_ids": prompt, "answer_ids": answer}
 
 
 def rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
-    """Return the pieces of rows that hold documents_a_row neighbouring documents each: pairs (2) or prompts (1)."""
+    """Return the pieces of rows that hold documents_a_row neighbouring documents each: pairs (2) or prompts (1).
+
+    Documents that are left over at the end are in no row. No piece is cut, however long.
+    """
     starts = document_bounds(shards)
     first = np.arange(0, len(starts), documents_a_row, dtype=np.int64)
     return Pieces(starts[:-1], np.diff(starts).astype(np.int32), first)
@@ -72,7 +79,7 @@ def rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
 def _read_documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """Yield (ids before the marked part, ids in it) of each document, int64. The marked part is the document's end.
 
-    Reads the shard's .mask.
+    Reads the shard's .mask, unless the shard has no tokens. Raises FileNotFoundError if it is missing.
     """
     mask = (
         np.memmap(shard.path.with_suffix(".mask"), dtype=np.uint8, mode="r") if shard.tokens else np.empty(0, np.uint8)
@@ -92,7 +99,7 @@ class DialogueRows(PackedRows):
     """
 
     def __init__(self, shards: Sequence[Shard], index: Index, padding: int | None = None) -> None:
-        """Take the shards, the index of their rows, and the id that fills rows up, if any."""
+        """Keep the shards, the index of their rows, and the id that fills rows up; None for none."""
         super().__init__(shards, index)
         self.padding = padding
 
@@ -129,9 +136,10 @@ def packing_of(recipe: Recipe) -> packing.Packing:
 
 
 def open_rows(shards: Shards, recipe: Recipe) -> Rows | PackedRows:
-    """Return the training rows of prepared shards: dialogues, preferences or documents.
+    """Return the training rows of prepared shards: dialogues, preferences (pairs or prompts) or documents.
 
-    Builds a missing index in the shards' directory. Raises UserError when it cannot be written.
+    Builds a missing index in the shards' directory for dialogues, and for documents unless data.packing is concat.
+    Raises UserError when that cannot be written, and when documents give no row.
     """
     if is_dialogues(shards):
         return train_rows(shards, recipe)
@@ -141,7 +149,10 @@ def open_rows(shards: Shards, recipe: Recipe) -> Rows | PackedRows:
 
 
 def train_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return the training rows of dialogues; write a missing index. Raises UserError when it cannot be written."""
+    """Return the training rows of dialogues, which may be none; build a missing index in the shards' directory.
+
+    Raises UserError when that cannot be written.
+    """
     parts = shards.split("train")
     rows = build_index(shards.directory, parts, packing_of(recipe), recipe.batch.sequence_length)
     return DialogueRows(parts, rows, shards.eos_id if recipe.sft and recipe.sft.pad_labels else None)
@@ -179,7 +190,7 @@ def is_dialogues(shards: Shards) -> bool:
 
 @lru_cache(maxsize=256)
 def _mask(path: Path) -> npt.NDArray[np.uint8]:
-    """Return the array of the bytes in a .mask file, memory-mapped; a few are cached."""
+    """Return the bytes of a .mask file, uint8 [tokens], memory-mapped; the last 256 files stay cached."""
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slicing a memmap object takes microseconds more
 
 
@@ -207,7 +218,7 @@ def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequ
 
 
 def _write(path: Path, index: Index) -> None:
-    """Write the index to `path`, after removing what a killed run left there."""
+    """Write the index to the directory `path`; first remove that directory, and a killed run's temporary ones of it."""
     for left_over in (path, *path.parent.glob(f".{path.name}.*.tmp")):
         shutil.rmtree(left_over, ignore_errors=True)
     with step_cache.new_directory(path) as temporary:
@@ -215,7 +226,7 @@ def _write(path: Path, index: Index) -> None:
 
 
 def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Index:
-    """Return the index of the rows of these shards; write nothing."""
+    """Return the index of the rows of these shards; write nothing. The shards of a source must be neighbours."""
     parts, sources = [], []
     offset = 0  # of the source's first token over all shards
     by_source: dict[str, list[Shard]] = {}
@@ -232,7 +243,7 @@ def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) 
 def pieces(packing: Packing, bounds: Longs, sequence_length: int) -> Pieces:
     """Return the rows of a source; `bounds` [documents + 1] has the first token of each document, and the end.
 
-    The packing `single` gives each row a single document.
+    The packing `single` gives no two documents a row; one of more than T + 1 tokens is cut into several rows.
     """
     if packing == "blocks":
         return cut_blocks(bounds, sequence_length)
@@ -282,7 +293,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
 
 
 def fit_best(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.int32], int]:
-    """Return (row of each length, number of rows): best-fit-decreasing into rows of `room`; no length may be larger.
+    """Return (row of each length, number of rows): best-fit-decreasing into rows of `room`; lengths are 1 to `room`.
 
     Equal lengths are placed together into the rows with the least room that takes them, so the work is over different
     lengths and rooms, not over documents.
@@ -295,7 +306,7 @@ def fit_best(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.
     count = 0
 
     def give(left: int, rows: npt.NDArray[np.int32]) -> None:
-        """Record that these rows have `left` tokens of room."""
+        """Append the rows to free[left], as `left` is their room in tokens, and set that bit of has_rows; not for 0."""
         nonlocal has_rows
         if left and len(rows):
             free[left].append(rows)
@@ -326,7 +337,7 @@ def fit_best(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.
 
 
 def join_pieces(parts: Sequence[Pieces]) -> Pieces:
-    """Return the rows of all parts, one part after the other."""
+    """Return the rows of all parts, one part after the other; `start` of their pieces stays as it is."""
     offsets = np.cumsum([0, *(len(part.start) for part in parts)])
     return Pieces(
         np.concatenate([np.empty(0, dtype=np.int64), *(part.start for part in parts)]),
@@ -345,9 +356,10 @@ def document_bounds(shards: Sequence[Shard]) -> Longs:
 
 
 def prepare_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
-    """Return the training rows of prepared shards for the data.packing `how`; build a missing index first.
+    """Return the training rows of prepared documents for `how`, the recipe's data.packing.
 
-    Raises UserError when the index cannot be written, and when there is no row.
+    First builds a missing index in the shards' directory, unless `how` is concat. Raises UserError when the index
+    cannot be written, and when there is no row.
     """
     if how != "concat":
         build_index(shards.directory, shards.split("train"), packing.kind_of(how), sequence_length)

@@ -44,12 +44,12 @@ class Pieces:
 
     @classmethod
     def read(cls, directory: Path) -> Pieces:
-        """Open the arrays of a finished index, memory-mapped. Raises FileNotFoundError without them."""
+        """Open start.npy, length.npy and first.npy of `directory`, memory-mapped; FileNotFoundError without them."""
         names = ("start", "length", "first")
         return cls(*(np.asarray(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in names))
 
     def write(self, directory: Path) -> None:
-        """Write the three arrays to a directory."""
+        """Write start.npy, length.npy and first.npy to an existing directory."""
         for name in ("start", "length", "first"):
             np.save(directory / f"{name}.npy", getattr(self, name))
 
@@ -77,39 +77,42 @@ class Index:
 
     @classmethod
     def read(cls, directory: Path) -> Index:
-        """Open a finished index, memory-mapped. Raises FileNotFoundError if there is none."""
+        """Open a finished index, its arrays memory-mapped. Raises FileNotFoundError if there is none."""
         about = files.read_json(directory / "manifest.json")
         sources = tuple(SourceRows(**source) for source in about["sources"])
         return cls(Pieces.read(directory), about["packing"], about["sequence_length"], sources)
 
     def write(self, directory: Path) -> None:
-        """Write the arrays to a directory, and the manifest last."""
+        """Write the arrays to an existing directory, and manifest.json last."""
         self.pieces.write(directory)
         about = {"packing": self.packing, "sequence_length": self.sequence_length, "version": VERSION}
         files.write_json(directory / "manifest.json", about | {"sources": [vars(source) for source in self.sources]})
 
 
 def index_path(shards_directory: Path, packing: Packing, sequence_length: int) -> Path:
-    """Return the directory of the row index of the training shards, which may not exist."""
+    """Return the directory for the row index of the training shards in `shards_directory`; it may not exist."""
     return shards_directory / "rows" / f"{packing}-{sequence_length}-v{VERSION}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The pieces of some rows, row by row; each array but `filled` is int64 [pieces]."""
+    """The pieces of some rows, row by row, cut to T + 1 tokens a row; each array but `filled` is int64 [pieces]."""
 
     row: Longs  # within the batch
     start: Longs  # first token, counted over all shards
-    length: Longs  # tokens, those past the row's last label left out
+    length: Longs  # tokens
     column: Longs  # of the first token
     filled: npt.NDArray[np.bool_]  # [rows, T + 1], where the row has a token
 
 
 class PackedRows:
-    """Rows of sequence_length tokens, each made of the pieces of an index. The methods are those of shards.Rows."""
+    """Rows of sequence_length tokens, each made of the pieces of an index, with the methods of shards.Rows.
+
+    A row id that does not exist raises IndexError in every method.
+    """
 
     def __init__(self, shards: Sequence[Shard], index: Index) -> None:
-        """Keep the shards that the index was made of, which must be in its order."""
+        """Keep the index and the shards that it was made of, in the same order, which is not checked."""
         self.shards = list(shards)
         self.sequence_length = index.sequence_length
         self.sources = {source.source: source.rows for source in index.sources}
@@ -119,13 +122,11 @@ class PackedRows:
         self._begins: list[int] = np.cumsum([0, *(shard.tokens for shard in self.shards)]).tolist()
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._pieces.first) - 1
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows count (are not -100); reads no tokens.
-
-        Raises IndexError for a row that does not exist, as the other methods do.
-        """
+        """Return how many labels of these rows are not -100; reads no tokens. IndexError for an id of no row."""
         batch = self._batch(rows)
         return int(batch.length.sum()) - len(batch.length)
 
@@ -134,9 +135,10 @@ class PackedRows:
         return int(self._batch(rows).filled[:, :-1].sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T]; -100 if the next token is another document's.
+        """Return inputs and next-token labels, each int64 [len(rows), T].
 
-        At the unused end of a row, inputs are 0 and labels -100.
+        The last token of a piece has the label -100. A block is one piece, so its labels cross documents. At the unused
+        end of a row, inputs are 0 and labels -100.
         """
         batch = self._batch(rows)
         tokens = self._tokens(batch)
@@ -154,9 +156,9 @@ class PackedRows:
         return np.where(batch.filled, np.cumsum(begins, axis=1, dtype=np.int32) - 1, np.int32(-1))[:, :-1]
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
-        """Return (shard, first token, number of tokens) of each stretch that fills a row, in order.
+        """Return (shard, first token in it, number of tokens) of each stretch of a row, in order; none is cut to T + 1.
 
-        Raises IndexError for a row that does not exist.
+        A piece that crosses into the next shard gives two.
         """
         (row,) = check_ids(np.array([row]), len(self)).tolist()
         part = slice(int(self._pieces.first[row]), int(self._pieces.first[row + 1]))
@@ -166,12 +168,12 @@ class PackedRows:
         return stretches
 
     def source_ranges(self) -> dict[str, range]:
-        """Return the range of row ids of each source."""
+        """Return {source: range of its row ids}; the range is empty for a source without rows."""
         ends = np.cumsum(list(self.sources.values())).tolist()
         return {name: range(end - rows, end) for (name, rows), end in zip(self.sources.items(), ends, strict=True)}
 
     def _batch(self, rows: npt.NDArray[Any]) -> Batch:
-        """Return the pieces of these rows. Raises IndexError for a row that does not exist."""
+        """Return the pieces of these rows, cut to T + 1 tokens a row. Raises IndexError for an id that is no row."""
         ids, room = check_ids(rows, len(self)), self.sequence_length + 1
         first = self._pieces.first[ids]
         counts = self._pieces.first[ids + 1] - first
@@ -214,7 +216,7 @@ class PackedRows:
             start, length, number = start + count, length - count, number + 1
 
     def _document_starts(self, start: int, length: int) -> list[int]:
-        """Return the offsets in a stretch of tokens at which documents begin, ascending; 0 is always included."""
+        """Return where documents begin in the `length` tokens from `start` on, as offsets from it; 0 is always one."""
         starts = [0]
         number = bisect_right(self._begins, start) - 1
         while number < len(self.shards) and (base := self._begins[number]) < start + length:
@@ -226,7 +228,7 @@ class PackedRows:
 
 
 def has_next_token(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return bool [rows, T]: whether the next token belongs to the same piece."""
+    """Return bool [rows, T]: whether the position holds a token, and the next one is of the same piece."""
     followed = batch.filled.copy()
     followed[batch.row, batch.column + batch.length - 1] = False
     return followed[:, :-1]
@@ -268,7 +270,7 @@ WORDS_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class NamedDocument:
-    """A document of a row: its index in its shard, its number of tokens inside the row, its first words."""
+    """A document of a row: its index in its shard, its number of tokens inside the row, its first 60 characters."""
 
     source: str
     shard: str
@@ -278,7 +280,10 @@ class NamedDocument:
 
 
 def name_documents(rows: Rows | PackedRows, shards: Shards, row_ids: Iterable[int]) -> Iterator[NamedDocument]:
-    """Yield a NamedDocument for every document in the rows with these ids, row by row."""
+    """Yield a NamedDocument for every document in the rows with these ids, row by row. IndexError for an id of no row.
+
+    The text is decoded from the first 40 tokens of the document, even if these are in another row.
+    """
     decode, around = _open_decoder(shards.tokenizer), (shards.bos_id, shards.eos_id)
     for row in row_ids:
         for shard, start, count in rows.pieces(int(row)):
@@ -303,7 +308,7 @@ class Sequencing(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """The positions from `start` to before `end` of the run, with the number of rows of each source, in their order."""
+    """The positions from `start` to before `end` of the run, with the number of rows of each source of the run."""
 
     start: int
     end: int
@@ -315,8 +320,8 @@ def order(
 ) -> Sequencing:
     """Return the order in which a run of run_rows rows reads its rows; `ranges` has the row ids of each source.
 
-    Without stages, every row is read once an epoch (shards.Order). Raises UserError for a stage whose source does not
-    exist or has no rows.
+    Without stages, every row is read once an epoch (shards.Order), and no rows at all raise ValueError. With stages, a
+    source that does not exist or has no rows raises UserError.
     """
     if not stages:
         return Order(sum(map(len, ranges.values())), seed)
@@ -327,7 +332,7 @@ class Mixture:
     """An endless order of row ids; past the run's end the last part is repeated with other rows."""
 
     def __init__(self, ranges: Mapping[str, range], parts: Sequence[Part], seed: int) -> None:
-        """Keep the parts, and make the order of each source's rows and of the sources within each part."""
+        """Keep parts(); make from `seed` the order of each source's rows, and that of the sources within each part."""
         self.parts = list(parts)
         self._first = np.array([rows.start for rows in ranges.values()], dtype=np.int64)
         self._orders = [
@@ -340,7 +345,7 @@ class Mixture:
         self._before = np.concatenate((np.zeros_like(self._rows[:1]), np.cumsum(self._rows, axis=0)[:-1]))
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
-        """Return the row ids, int64, of the positions (any shape, any integer type)."""
+        """Return the row ids, int64, of the positions, in their shape. Positions are integers from 0 on."""
         flat = np.asarray(positions, dtype=np.int64).ravel()
         row_ids = np.empty(len(flat), dtype=np.int64)
         where = np.searchsorted(self._starts, flat, side="right") - 1
@@ -394,7 +399,7 @@ def parts(
 
 
 def _shares(stages: Sequence[MixtureStage], run_tokens: int) -> list[float]:
-    """Return the share of each stage in the run; stages without tokens or share divide the rest equally."""
+    """Return each stage's share of the run: its tokens / run_tokens or `share`; others divide the rest of 1 equally."""
     given = [sum(stage.tokens.values()) / run_tokens if stage.tokens else stage.share for stage in stages]
     missing = given.count(None)
     rest = max(0.0, 1 - sum(share for share in given if share is not None))
@@ -402,7 +407,7 @@ def _shares(stages: Sequence[MixtureStage], run_tokens: int) -> list[float]:
 
 
 def _normalise_weights(weights: Mapping[str, float], ranges: Mapping[str, range]) -> npt.NDArray[np.float64]:
-    """Return the weights of the sources, float64 [sources], with sum 1. Raises UserError as weights_by_source does."""
+    """Return the sources' weights, float64 [sources], sum 1. UserError for a name or glob of no source with rows."""
     sizes = {name: len(rows) for name, rows in ranges.items()}
     values = np.array([*weights_by_source(weights, sizes, "data.mixture").values()], dtype=np.float64)
     return np.asarray(values / values.sum())
@@ -431,7 +436,8 @@ def weights_by_source(weights: Mapping[str, float], sizes: Mapping[str, int], ke
 def _apportion_rows(weights: npt.NDArray[np.float64], rows: int, owed: npt.NDArray[np.float64]) -> tuple[int, ...]:
     """Return the number of rows of each source, `rows` in all, in proportion to the weights, by largest remainder.
 
-    `owed` [sources] is what the stage's earlier parts rounded away, so that a small weight is not lost in each of them.
+    `owed` [sources], in rows, is what the stage's earlier parts rounded away (below 0: gave too much), so that a small
+    weight is not lost in each of them.
     """
     exact = weights * rows + owed
     if exact.min() < 0:  # it has had more than it is due

@@ -31,7 +31,7 @@ IGNORED = -100  # the label that no loss counts, as in PyTorch's cross entropy
 
 @dataclass(frozen=True)
 class Shard:
-    """A stream of tokens of a source, in the file `path`; text_bytes is the size of its text."""
+    """A stream of tokens of a source, in the file `path`, with a .idx beside it; text_bytes is the size of its text."""
 
     source: str
     path: Path
@@ -134,7 +134,10 @@ class Rows:
     """Rows of T = sequence_length tokens: row r of a shard is tokens r * T to r * T + T, labels are the next tokens."""
 
     def __init__(self, shards: Sequence[Shard], sequence_length: int) -> None:
-        """Count the rows of the shards, each `sequence_length` tokens long; read no ids yet."""
+        """Count the rows of the shards, each `sequence_length` tokens long; a shard's last row may be shorter.
+
+        Reads no ids yet.
+        """
         self.shards = list(shards)
         self.sequence_length = sequence_length
         # A stream of n tokens has n - 1 (input, label) pairs.
@@ -142,6 +145,7 @@ class Rows:
         self._ends = np.cumsum(-(-self._labels // sequence_length))
 
     def __len__(self) -> int:
+        """Return the number of rows of all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
@@ -187,13 +191,16 @@ class Rows:
         return np.where(filled, np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
-        """Return [(shard, first token, number of tokens)] of the stretch that fills a row."""
+        """Return [(shard, first token in it, number of inputs)]: the stretch that fills a row, always one.
+
+        Raises IndexError for a row that does not exist.
+        """
         (shard,), (number,) = self._locate(np.array([row]))
         start = int(number) * self.sequence_length
         return [(self.shards[shard], start, min(self.sequence_length, int(self._labels[shard]) - start))]
 
     def source_ranges(self) -> dict[str, range]:
-        """Return the range of row ids of each source."""
+        """Return {source: range of its row ids}. The shards of a source must be neighbours."""
         ranges: dict[str, range] = {}
         for shard, end, begin in zip(self.shards, self._ends.tolist(), [0, *self._ends.tolist()], strict=False):
             ranges[shard.source] = range(ranges[shard.source].start if shard.source in ranges else begin, end)
@@ -280,7 +287,7 @@ class ShardEntry:
 def totals(entries: Sequence[ShardEntry]) -> dict[str, dict[str, dict[str, int]]]:
     """Return the sums over shards as {split: {source: {tokens, documents, text_bytes, learnt}}}.
 
-    `learnt`, the tokens that are learnt from, is there only for dialogues.
+    Both splits are keys, {} if no shard has it. `learnt`, the tokens that are learnt from, is there only for dialogues.
     """
     sums: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
     for entry in entries:
@@ -303,7 +310,7 @@ class Lengths:
     tokens: int
     median: int
     longest: int
-    histogram: list[list[int]]  # [from tokens, documents, tokens]
+    histogram: list[list[int]]  # [least length, documents, their tokens] of each class of EDGES with documents
 
 
 def measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:

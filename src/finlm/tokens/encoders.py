@@ -59,7 +59,10 @@ class Cuts:
     """
 
     def __init__(self, model: Path) -> None:
-        """Find the characters at which this tokenizer's texts can be cut. Raises UserError if it cannot be read."""
+        """Find the characters at which texts can be cut for the tokenizer.model `model`; there may be none.
+
+        Raises UserError if the file cannot be read.
+        """
         processor = vocab.load(model)
         pieces = [processor.id_to_piece(number) for number in range(processor.vocab_size())]
         self._marks = {
@@ -70,7 +73,10 @@ class Cuts:
         }
 
     def encode(self, encoder: Encode, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of one or more texts end to end, the number of ids of each), the same as for whole texts."""
+        """Return (ids of one or more texts end to end, the number of ids of each), the same as for whole texts.
+
+        `encoder` gets all parts in one call. Texts of up to 1 MiB are not cut.
+        """
         if max(map(len, texts)) <= _LONG:
             return encoder(texts)
         parts = [part for text in texts for part in self._parts(text)]
@@ -105,7 +111,7 @@ class LineCuts(Cuts):
     """
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.json `model`, by which cuts are compared."""
+        """Load the tokenizer.json `model`, by which cuts are compared. Raises UserError if it cannot be read."""
         self._reference = Tokenizers(model)
 
     def _parts(self, text: bytes) -> Iterator[tuple[bytes, int, bool]]:
@@ -117,7 +123,10 @@ class LineCuts(Cuts):
         yield text[start:], 0, first
 
     def _line_end(self, text: bytes, start: int) -> int:
-        """Return the last byte offset behind a line's end within _LONG bytes where a cut changes no id, else 0."""
+        """Return the last offset in `text` behind a line's end where a cut changes no id, within 1 MiB of `start`.
+
+        Returns 0 if there is none.
+        """
         at = text.rfind(b"\n", start, start + _LONG)
         while at > start:
             left = text[max(start, at + 1 - _BESIDE) : at + 1].decode(errors="ignore")
@@ -137,7 +146,7 @@ class Sentencepiece:
     name = "sentencepiece"
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.model file `model`."""
+        """Load the tokenizer.model file `model`. Raises UserError if it cannot be read."""
         self._processor = vocab.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
@@ -153,7 +162,7 @@ class Tokenizers:
     name = "tokenizers"
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.json file `model`."""
+        """Load the tokenizer.json file `model`. Raises UserError if it cannot be read."""
         self._tokenizer = tokenizer_json.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
@@ -191,8 +200,8 @@ PROVEN = "gigatoken.json"  # beside a tokenizer: the settings with which gigatok
 def check_gigatoken(model: Path) -> str:
     """Test gigatoken on a tokenizer of the cache: return "" if its ids are the library's, else what differs, as text.
 
-    After a pass writes gigatoken's settings beside the tokenizer, so that it is not tested again; they also spare every
-    worker a second of conversion.
+    After a pass writes gigatoken's settings to gigatoken.json beside the tokenizer. With these, for the same file and
+    versions, it is not tested again, and workers need not convert them. Raises UserError for an unreadable tokenizer.
     """
     if _read_proven(model):
         return ""
@@ -210,22 +219,26 @@ def _read_proven(model: Path) -> str:
 
 
 def _identify(model: Path) -> list[str]:
-    """Return a tokenizer's sha256 and the versions of the encoders, whose agreement is tested."""
+    """Return [sha256 of the tokenizer's file, "gigatoken VERSION", "LIBRARY VERSION"]: what a test's result holds for.
+
+    Raises PackageNotFoundError without gigatoken.
+    """
     library = Tokenizers.name if is_json(model) else Sentencepiece.name
     versions = [f"{name} {metadata.version(name)}" for name in ("gigatoken", library)]
     return [files.sha256_file(model), *versions]
 
 
 class Gigatoken:
-    """gigatoken's encoder, the fastest.
-
-    Raises ValueError or RuntimeError for a model that it cannot take, ImportError if the package is missing.
-    """
+    """gigatoken's encoder, the fastest."""
 
     name = "gigatoken"
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.json file `model` into gigatoken."""
+        """Load a tokenizer.model or tokenizer.json into gigatoken, by gigatoken.json beside it if that is up to date.
+
+        Raises ValueError or RuntimeError for a tokenizer that gigatoken cannot take, ImportError if the package is
+        missing, and UserError for an unreadable file.
+        """
         self._settings = _settings(model)
         self._build()
 
@@ -255,8 +268,8 @@ class Gigatoken:
 def find_disagreement(model: Path) -> str:
     """Return "" if gigatoken and the library give the same ids for test texts, else a sentence on what differs.
 
-    The texts are TRAPS and others made of the tokenizer's pieces. An error of gigatoken is returned as text too. Raises
-    UserError if a tokenizer cannot be read.
+    The texts are TRAPS and others made of the tokenizer's pieces. If gigatoken is missing or cannot load the tokenizer,
+    its error is returned as text too. Raises UserError if the tokenizer's file cannot be read.
     """
     try:
         fast = Gigatoken(model)
@@ -282,7 +295,7 @@ def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
 def _piece_traps(model: Path) -> Iterator[str]:
     """Yield test texts made of the tokenizer's pieces, user-defined and control ones inside text too.
 
-    Raises UserError.
+    Raises UserError if the tokenizer's file cannot be read.
     """
     if is_json(model):
         loaded = tokenizer_json.load(model)
@@ -303,15 +316,18 @@ def _piece_traps(model: Path) -> Iterator[str]:
 
 
 def _settings(model: Path) -> str:
-    """Return gigatoken's settings as JSON, without control pieces. Raises ValueError for a model with unused pieces."""
+    """Return gigatoken's settings as JSON, without control pieces: those in gigatoken.json, or converted now.
+
+    Conversion raises ValueError for a tokenizer.model with unused pieces, ImportError without gigatoken.
+    """
     return _read_proven(model) or _convert(model, model.read_bytes())
 
 
 @lru_cache(1)  # a second, for the test of the tokenizer and for the shards
 def _convert(model: Path, content: bytes) -> str:
-    """Return gigatoken's settings, as JSON, for a tokenizer's file, whose bytes are `content`. ValueError as _settings.
+    """Return gigatoken's settings, as JSON, for the tokenizer's file `model`, whose bytes are `content`.
 
-    Cached for the last file.
+    The last result is cached. Raises ValueError for a tokenizer.model with unused pieces.
     """
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)

@@ -56,9 +56,10 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(directory: Path, library: Library = "auto") -> Tokenizer:
-    """Open the tokenizer of a model directory; `auto` prefers tokenizer.json. A few opened ones are cached.
+    """Open the tokenizer of a model directory; `auto` prefers tokenizer.json to tokenizer.model.
 
-    Raises UserError if the directory has no tokenizer for the library, or it cannot be read or names no end of text.
+    The last four stay cached by path, so callers must not change them. Raises UserError if the directory has no
+    tokenizer for the library, or if that cannot be read or names no end of text.
     """
     wanted = {"auto": ("tokenizer.json", "tokenizer.model"), "tokenizers": ("tokenizer.json",)}
     for name in wanted.get(library, ("tokenizer.model",)):
@@ -72,7 +73,7 @@ def open_tokenizer(directory: Path, library: Library = "auto") -> Tokenizer:
 
 
 def copy_files(source: Path, directory: Path, names: Sequence[str] = COPIED) -> None:
-    """Copy the named files that exist in `source` to `directory`, and create that directory if it is missing."""
+    """Copy the named files that exist in `source` to `directory`, over older ones; create that directory if missing."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         if (source / name).is_file():
@@ -80,13 +81,16 @@ def copy_files(source: Path, directory: Path, names: Sequence[str] = COPIED) -> 
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
-    """Return {name: hex sha256} of those of FILES that the directory has: they decide the ids and the template."""
+    """Return {name: hex sha256} of those of FILES that the directory has: tokenizer, chat template and config files."""
     return {name: files.sha256_file(directory / name) for name in FILES if (directory / name).is_file()}
 
 
 @lru_cache(maxsize=4)
 def _open_cached(directory: Path, name: str) -> Tokenizer:
-    """Return the tokenizer in file `name` of the directory. Cached, so callers must not change it."""
+    """Return the tokenizer in file `name` of the directory; the last four are cached, so callers must not change it.
+
+    Raises UserError when a file cannot be read or the tokenizer names no end of text.
+    """
     about = _About.read(directory)
     return _Json(directory / name, about) if name == "tokenizer.json" else _Pieces(directory / name, about)
 
@@ -102,10 +106,10 @@ class _About:
 
     @classmethod
     def read(cls, directory: Path) -> _About:
-        """Return the settings in tokenizer_config.json; bos and eos also from special_tokens_map.json.
+        """Return the settings in tokenizer_config.json; where it lacks bos or eos, special_tokens_map.json's.
 
-        A chat_template.jinja comes before the template in the config. Missing files and keys give None. Raises NotJson
-        for a damaged file.
+        A chat_template.jinja comes before the template in the config; of several by name there, `default` is taken.
+        What is missing is None, add_bos_token False. Raises NotJson for a damaged JSON file.
         """
         path, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = files.read_json(path) if path.is_file() else {}
@@ -125,7 +129,7 @@ class _Json:
     library = "tokenizers"
 
     def __init__(self, path: Path, about: _About) -> None:
-        """Open the file. Raises UserError when it cannot be read or no token is the end of text."""
+        """Open the file. Raises UserError when it cannot be read, or lacks about.eos_token (by default </s>)."""
         from tokenizers import Tokenizer as Fast
 
         try:
@@ -158,10 +162,10 @@ class _Json:
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without control tokens.
+        """Return the ids of a text without control tokens, as in pretraining.
 
-        As sentencepiece would, adds a leading space to a text that has one. Only a tokenizer that adds a leading space
-        itself (" a" and "a" give the same ids) needs this.
+        If the tokenizer itself puts a space before a text (" a" and "a" have the same ids), a text that begins with a
+        space gets another, as sentencepiece would add.
         """
         if text.startswith((" ", _SPACE)) and self.encode(" a")[0] == self.encode("a")[0]:
             text = _SPACE + text  # Metaspace takes the text's space for the leading one, sentencepiece adds its own
@@ -189,7 +193,10 @@ class _Pieces:
     library = "sentencepiece"
 
     def __init__(self, path: Path, about: _About) -> None:
-        """Open the file. Raises UserError when it cannot be read or no piece is the end of text."""
+        """Open the file; of `about` only chat_template is used.
+
+        Raises UserError when it cannot be read or no piece is the end of text.
+        """
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
 
@@ -213,7 +220,10 @@ class _Pieces:
         self._cut = re.compile("(" + "|".join(map(re.escape, self.control)) + ")")
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids, index of the character at which each begins); the text is cut at control tokens."""
+        """Return (ids, index of the character at which each begins); bos and eos in the text become their ids.
+
+        Only a text that begins with neither a space nor a control token gets sentencepiece's leading space.
+        """
         ids, starts, at = [], [], 0
         for part in self._cut.split(text):
             if part in self.control:
@@ -228,7 +238,7 @@ class _Pieces:
         return ids, starts
 
     def text_ids(self, text: str) -> list[int]:
-        """Return sentencepiece's ids of a text without control tokens."""
+        """Return sentencepiece's ids of a text without control tokens, with its leading space."""
         return list(self._first.encode(text))
 
     def id_of(self, token: str) -> int | None:
@@ -249,17 +259,17 @@ class _Pieces:
         return text + self._decode_run(run, text)
 
     def _decode_run(self, run: list[int], before: str) -> str:
-        """Return the text of `run`, ids without control tokens.
+        """Return the text of `run`, ids without control tokens; `before` is the text decoded so far.
 
-        Without sentencepiece's leading space if `before` is "".
+        sentencepiece's leading space is taken off if `before` is "".
         """
         return str((self._later if before else self._first).decode(run))
 
 
 def snapshot(identity: str, revision: str | None) -> Path:
-    """Download the tokenizer and config.json of the Hub model `identity`, if not cached, and return their directory.
+    """Return the local directory of a Hub model's tokenizer and config.json; download what the Hub's cache lacks.
 
-    Raises UserError when that fails.
+    `identity` is its Hub id; without `revision` the newest is taken. Raises UserError when that fails.
     """
     from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
 

@@ -40,7 +40,7 @@ _FIRST = 0x10000  # code point of the letter that stands for token 0 while merge
 
 @dataclass(frozen=True)
 class Base:
-    """A byte-level BPE tokenizer.json that can be extended."""
+    """A byte-level BPE tokenizer.json that can be extended: the content of the file `path`."""
 
     settings: dict[str, Any]
     path: Path
@@ -52,7 +52,10 @@ class Base:
         return 1 + int(max(*self.settings["model"]["vocab"].values(), *added))
 
     def tokenizer(self, settings: Mapping[str, Any] | None = None) -> tokenizers.Tokenizer:
-        """Return the tokenizer of `settings`, by default of the base's; it reads control tokens as text."""
+        """Return a new tokenizer from `settings` (a tokenizer.json's content), by default the base's.
+
+        It reads control tokens in a text as text.
+        """
         import tokenizers
 
         made = tokenizers.Tokenizer.from_str(json.dumps(settings or self.settings, ensure_ascii=False))
@@ -77,7 +80,7 @@ class Added:
 
 
 def load_base(path: Path) -> Base:
-    """Return a tokenizer.json that can be extended. Raises UserError if it is not a byte-level BPE tokenizer."""
+    """Return a tokenizer.json that can be extended. Raises UserError if it is unreadable or no byte-level BPE one."""
     load(path)
     settings = files.read_json(path)
     kinds = {item["type"] for item in _flat(settings.get("pre_tokenizer")) if item}
@@ -93,10 +96,11 @@ def load_base(path: Path) -> Base:
 def extend(
     base: Base, lines: Iterable[str], directory: Path, size: int, longest: int, character_coverage: float
 ) -> Described:
-    """Write directory/tokenizer with base's files and `size` ids; return its description for manifests.
+    """Write directory/tokenizer with base's files and `size` ids, old ones included; return its description.
 
-    The parameters are those of vocab.extend. Raises UserError for a size that adds nothing or equals the number of the
-    model's rows, and when the sample has too few pieces.
+    New pieces have at most `longest` characters. The new characters cover the share character_coverage of the Chinese
+    in `lines`; with longest=1 all Chinese characters are tried. Raises UserError for a size that adds nothing or equals
+    vocab_size in config.json beside the base, for lines without Chinese, and when they give too few pieces.
     """
     if size <= base.size:
         raise UserError(
@@ -135,7 +139,7 @@ def extend(
 
 
 def enlarge(base: Base, added: Added) -> dict[str, Any]:
-    """Return a copy of base's settings with the new pieces, numbered from base.size, and the new merges.
+    """Return a copy of base's settings with the new pieces, numbered from base.size, and the new merges at the end.
 
     Base's added_tokens are entered in the vocabulary too; otherwise the library would renumber them after the new
     pieces.
@@ -152,7 +156,7 @@ def enlarge(base: Base, added: Added) -> dict[str, Any]:
 def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
     """Check that both files give the same ids for the old tokens and then the texts, their Chinese left out.
 
-    Returns how many were compared. Raises RuntimeError at the first that differs.
+    Returns how many were compared. Raises RuntimeError at the first that differs, UserError for an unreadable file.
     """
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
@@ -279,9 +283,9 @@ def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) 
 
 
 def _write(base: Base, settings: Mapping[str, Any], directory: Path) -> None:
-    """Write base's files, the settings as tokenizer.json, and extension.json (old numbers of ids and merges).
+    """Write base's files, the settings as tokenizer.json, and extension.json to `directory`.
 
-    All go into `directory`.
+    extension.json has the base's numbers of ids and merges: {old_ids, old_merges}.
     """
     pretrained.copy_files(base.path.parent, directory)
     text = json.dumps(settings, ensure_ascii=False, indent=2)
@@ -308,7 +312,10 @@ def library_version() -> str:
 
 
 def load(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file, which reads control tokens as text. Raises UserError when it cannot be read."""
+    """Return a new tokenizer of a tokenizer.json. It reads control tokens in a text as text, and never cuts or pads.
+
+    Raises UserError when the file cannot be read.
+    """
     import tokenizers  # of the extra `data`, which planning does without
 
     try:
@@ -326,7 +333,7 @@ def load(path: Path) -> tokenizers.Tokenizer:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hex sha256 over the tokenizer's files: those that decide ids, and those that go along."""
+    """Return one hex sha256 over the tokenizer's files beside `path`, itself included: those named in COPIED."""
     known = pretrained.fingerprint(path.parent)
     return files.sha256_json({name: known[name] for name in pretrained.COPIED if name in known})
 
@@ -334,7 +341,7 @@ def fingerprint(path: Path) -> str:
 def copy(path: Path, directory: Path) -> Described:
     """Copy the tokenizer's files beside `path` to directory/tokenizer; return its description for manifests.
 
-    Raises UserError as describe() does.
+    Raises UserError when `path` cannot be read or its tokenizer names no end of text.
     """
     described = describe(path)
     pretrained.copy_files(path.parent, directory / "tokenizer")
@@ -342,9 +349,10 @@ def copy(path: Path, directory: Path) -> Described:
 
 
 def describe(path: Path) -> Described:
-    """Return size, special ids and hash for manifests; `begins` tells whether a text begins with the bos token.
+    """Return {vocab_size, bos_id, eos_id, begins, sha256} for manifests; `path` is a file named tokenizer.json.
 
-    bos_id is -1 without a bos token. Raises UserError when the file cannot be read or names no end of text.
+    `begins` tells whether a text begins with the bos token; bos_id is -1 without one. Raises UserError when the file
+    cannot be read or names no end of text.
     """
     load(path)
     opened = pretrained.open_tokenizer(path.parent, "tokenizers")
@@ -359,17 +367,17 @@ def describe(path: Path) -> Described:
 
 @functools.cache
 def added_tokens(path: Path) -> tuple[str, ...]:
-    """Return the texts of the tokens outside the pieces, control tokens and users'. Cached.
+    """Return the texts of the added tokens of a tokenizer.json: control tokens and users'. Cached by path.
 
-    Raises UserError as load().
+    Raises UserError when the file cannot be read.
     """
     return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
 
 
 def gigatoken_settings(path: Path) -> Mapping[str, Any]:
-    """Return the settings in the file without control tokens, so that their names in a text are text.
+    """Return the content of a tokenizer.json without control tokens, so that their names in a text are text.
 
-    Raises NotJson.
+    Raises NotJson if it is not JSON.
     """
     settings: Mapping[str, Any] = files.read_json(path)
     tokens = [token for token in settings.get("added_tokens") or () if not token["special"]]

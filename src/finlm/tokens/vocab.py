@@ -76,9 +76,9 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy a model to directory/tokenizer.model and return its description.
+    """Copy a model to directory/tokenizer.model and return its description for manifests.
 
-    Raises UserError if it has no </s> or is no sentencepiece model.
+    Raises UserError if it is no sentencepiece model or has no </s>.
     """
     processor = load(path)
     if processor.eos_id() < 0:
@@ -90,8 +90,8 @@ def copy(path: Path, directory: Path) -> Described:
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
     """Train a sentencepiece model on the lines, write directory/tokenizer.model, and return its description.
 
-    character_coverage is the share of characters that get pieces; the others are spelt as bytes. Raises UserError if
-    sentencepiece refuses, for a vocab_size too large or too small for the text, say.
+    character_coverage is the share of the text's characters that get pieces; the others are spelt as bytes. Raises
+    UserError if sentencepiece refuses, as for a vocab_size too large or too small for the text.
     """
     model = io.BytesIO()
     try:
@@ -122,7 +122,10 @@ def train(lines: Iterable[str], directory: Path, vocab_size: int, character_cove
 
 
 def describe(path: Path) -> Described:
-    """Return size, special ids and hash of a model, for manifests. Raises UserError when it is not a model."""
+    """Return {vocab_size, unk_id, bos_id, eos_id, sha256} of a tokenizer.model, for manifests.
+
+    The id of a missing piece is -1. Raises UserError when the file is missing or no sentencepiece model.
+    """
     processor = load(path)
     return {
         "vocab_size": processor.vocab_size(),
@@ -134,13 +137,19 @@ def describe(path: Path) -> Described:
 
 
 def encode(processor: Any, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of each text, int32, without <s> and </s>; their names are plain text. Runs in a thread."""
+    """Return the ids of each text, int32, without <s> and </s>, whose names in a text are plain text; uses one thread.
+
+    `processor` is load()'s.
+    """
     encoded: list[npt.NDArray[np.int32]] = processor.encode(list(texts), out_type="numpy", num_threads=1)
     return encoded
 
 
 def _explain_refusal(message: str, vocab_size: int) -> UserError:
-    """Return sentencepiece's error message as a UserError, not raised; the fix names the sizes that would do."""
+    """Return, without raising it, a UserError for sentencepiece's error message.
+
+    If vocab_size is too large or too small, the fix names the size that would do; any other message is its evidence.
+    """
     if too_high := re.search(r"too high .*<= (\d+)", message):
         return UserError(
             f"tokenizer.vocab_size {vocab_size:,} is too large for this text",
@@ -175,7 +184,7 @@ class Sample:
     def of(cls, lines: Iterable[str]) -> Sample:
         """Return the counts of the lines, using at most 2.5 bytes of memory a byte of text.
 
-        Raises UserError without Chinese.
+        Raises UserError if the lines have no ideograph.
         """
         sample = cls(Counter(), Counter())
         for line in lines:
@@ -186,7 +195,7 @@ class Sample:
         return sample
 
     def characters(self) -> list[tuple[str, int]]:
-        """Return (character, count) of every Chinese character, by falling count, then in Unicode's order."""
+        """Return (character, count) of every ideograph and mark, by falling count, then in Unicode's order."""
         counts = Counter(self.marks)
         for run, count in self.runs.items():
             for character in run:
@@ -195,7 +204,7 @@ class Sample:
 
 
 def load_base(path: Path) -> Any:
-    """Return the ModelProto of a vocabulary to extend. Raises UserError unless BPE with byte fallback and </s>."""
+    """Return the ModelProto of a tokenizer.model to extend. Raises UserError unless BPE with byte fallback and </s>."""
     processor = load(path)
     model = ModelProto.FromString(path.read_bytes())
     if model.trainer_spec.model_type != TrainerSpec.BPE or not model.trainer_spec.byte_fallback:
@@ -215,9 +224,9 @@ def extend(
 ) -> Described:
     """Write directory/tokenizer.model with base's pieces and new ones, `size` in all; return its description.
 
-    New pieces have at most `longest` characters; the characters added cover the share character_coverage of the
-    sample's Chinese, unless longest is 1. Raises UserError for a size that adds nothing, and when the sample has too
-    few pieces.
+    `base` is load_base()'s. New pieces have at most `longest` characters. The new characters cover the share
+    character_coverage of the Chinese in `lines`; with longest=1 all Chinese characters are tried. Raises UserError for
+    a size that adds nothing, for lines without Chinese, and when they give too few pieces.
     """
     old = len(base.pieces)
     if size <= old:
@@ -261,7 +270,9 @@ def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
 
 
 def check_unchanged(old: Any, new: Any, texts: Iterable[str]) -> int:
-    """Check that both processors give the same ids for the pieces of `old` and then the texts, their Chinese left out.
+    """Check that two SentencePieceProcessors give the same ids for the pieces of `old` and for the texts.
+
+    Chinese characters are taken out of each before it is encoded.
 
     Returns how many were compared. Raises RuntimeError at the first that differs.
     """
@@ -293,7 +304,7 @@ def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[s
     """Return the Chinese characters that an extension may add, in the order in which they are added.
 
     These are the most frequent, which make up the share `coverage` of the sample. With `every`, these are all of the
-    sample, then those of GB 2312, then U+4E00 to U+9FFF.
+    sample, then those of GB 2312, then U+4E00 to U+9FFF. The vocabulary may have some of them already.
     """
     counted = sample.characters()
     if every:
@@ -307,7 +318,8 @@ def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[s
 def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int, coverage: float) -> list[str]:
     """Return new pieces in the order in which they are added; more than `wanted` if the sample has them.
 
-    `known` has the old pieces; `longest` and `coverage` are extend()'s.
+    `known` has the old pieces, `longest` is the most characters a piece. `coverage` is the share of the sample that new
+    characters make up; with longest=1 it is not used, and all Chinese characters are tried.
     """
     covering = candidate_characters(sample, coverage, every=longest == 1)
     characters = [character for character in covering if character not in known]
@@ -320,7 +332,10 @@ def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int,
 
 
 def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
-    """Return about `wanted` pieces of 2 to `longest` ideographs in the order in which BPE merges them."""
+    """Return up to about `wanted` pieces of 2 to `longest` ideographs in the order in which BPE merges them.
+
+    `runs` counts each run of ideographs. Pieces of the old vocabulary may be among the result.
+    """
     model = io.BytesIO()
     different = len(set().union(*runs))
     sentencepiece.SentencePieceTrainer.train(
@@ -341,7 +356,10 @@ def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
 
 
 def _keep_living(base: Any, candidates: list[str], wanted: int) -> tuple[list[str], set[str]]:
-    """Return (the first `wanted` candidates that encode to themselves, the set of those that do not)."""
+    """Return (the first `wanted` candidates that encode to their own id, set of those before them that do not).
+
+    There are fewer than `wanted` if the candidates run out.
+    """
     dropped: set[str] = set()
     while True:
         chosen = list(itertools.islice((piece for piece in candidates if piece not in dropped), wanted))
