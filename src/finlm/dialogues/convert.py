@@ -52,9 +52,9 @@ class Task:
 
     number: int  # of the input
     block: Block
-    tokenizer: Path
-    rules: str
-    limit: int
+    tokenizer: Path  # a model's directory
+    rules: str  # JSON lines, as encode.encoder() takes them
+    limit: int  # tokens of a piece at most
     stage: str
     checked: tuple[str, ...]  # rules of the reward that need a right answer
     mask: tuple[str, ...]  # kinds of personal numbers
@@ -70,7 +70,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
 
     `tokenizer` is the directory of the model that training starts from. Raises UserError when the chat template cannot
     be used, data.sides is set, the tokenizer lacks a token that the recipe names, too many rows of a source are broken,
-    or a source has nothing to train on; NotPrepared if the step is missing and the cache may not build.
+    or a source has nothing to train on. Raises NotPrepared if the step is missing and the cache may not build.
     """
     recipe = context.recipe
     assert recipe.chat is not None
@@ -93,7 +93,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     context_tokens = parents.context_tokens(tokenizer)
 
     def make(directory: Path) -> dict[str, object]:
-        """Write shards, tokenizer and chat template into `directory` and return the manifest. Raises UserError."""
+        """Write shards, tokenizer and chat template into `directory`; return the manifest. UserError for bad rows."""
         settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
         like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
         tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
@@ -126,8 +126,9 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
 def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
     """Raise UserError if too many rows have a form that make_shards would not accept; needs no tokenizer.
 
-    Also raises it if no row of an SFT recipe is a dialogue. Reads a source of one block whole, of a longer one only the
-    first rows. If a source fails, writes its broken rows to a file in data.cache_dir.
+    Also raises it for stage sft, if all sources are local files and no first block has a dialogue. Reads a source of
+    one block whole, of a longer one only the first rows. If a source of one block fails, its broken rows are written to
+    a file in data.cache_dir.
     """
     allowed, cache = recipe.data.max_broken_fraction, Path(recipe.data.cache_dir)
     formats = templates.FORMATS if recipe.stage == "sft" else encode.FORMATS
@@ -156,7 +157,7 @@ def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
 
 
 def _has_dialogue(item: Input) -> bool:
-    """Return whether any row of a source's first block is a dialogue. Raises UserError as dialogue_blocks() does."""
+    """Return whether any row of a source's first block is a dialogue. Raises UserError if the file is unreadable."""
     for block in itertools.islice(parsing.dialogue_blocks(item, ignore_progress), 1):
         for row in parsing.parse_dialogues(block):
             with suppress(Refused):
@@ -166,9 +167,9 @@ def _has_dialogue(item: Input) -> bool:
 
 
 def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, those whose form cannot be used) of a block's first `most` rows; None: all rows.
+    """Return (number of rows read, the broken ones) of a block's first `most` rows, of all if None; tokenizes nothing.
 
-    `item` is not used: it is there for parsing.Reader.
+    A row that would be left out is not broken. `item` is not used: it is there for parsing.Reader.
     """
     rows, broken = 0, list[parsing.BrokenRow]()
     for row in itertools.islice(parsing.parse_dialogues(block), most):
@@ -208,7 +209,7 @@ def settings(recipe: Recipe) -> dict[str, object]:
 
 
 def _named_ends(recipe: Recipe) -> dict[str, object]:
-    """Return the keys of the section tokenizer that change how documents among dialogues begin and end; often {}."""
+    """Return {key: value} of tokenizer's keys, not at their default, for documents' ends; {} unless stage is sft."""
     keys = {"add_bos", "document_begin", "document_end"} if recipe.stage == "sft" else set()
     return recipe.tokenizer.model_dump(include=keys, exclude_defaults=True)
 
@@ -272,7 +273,10 @@ def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: T
 
 
 def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
-    """Encode a row of preferences or prompts and append it to the result. Raises as _add() does."""
+    """Encode a row of preferences or prompts, masked by `mask`, and append it to the block's result with its counts.
+
+    Raises Refused or LeftOut with the reason, UnicodeEncodeError for half of a surrogate pair.
+    """
     preference = read_preference(row, mask, needs_both=task.stage != "grpo")
     prompt = preference.prompt
     texts = [*(message["content"] for message in prompt), preference.chosen or "", preference.rejected or ""]
@@ -294,9 +298,9 @@ def make_mask(kinds: Sequence[str]) -> Mask:
 
 
 def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference:
-    """Return the row's preference with `mask` applied to its texts, both answers if `needs_both`.
+    """Return the row's preference with `mask` applied to prompt, chosen and rejected, not to the right answer.
 
-    Raises Refused or LeftOut.
+    Raises Refused for a row of another form, or without both answers if `needs_both`; LeftOut if they are the same.
     """
     read = encode.read_preference(row, needs_both)
     chosen, rejected = (mask(text) if text else None for text in (read.chosen, read.rejected))
@@ -350,8 +354,8 @@ def _write_shards(
 ) -> tuple[list[Tally], list[ShardEntry]]:
     """Encode all inputs, write their shards and broken.jsonl, and return (counts, the manifest's entries).
 
-    `like` has the settings of every task. Starts workers and shows a progress bar. Raises UserError when too many rows
-    of a source are broken, or it has nothing left to train on.
+    `like` has the settings of every task. Reads the first rows of each input before all, starts workers and shows a
+    progress bar. Raises UserError when too many rows of a source are broken, or it has nothing left to train on.
     """
     data, formats = context.data, templates.FORMATS if like.stage == "sft" else encode.FORMATS
     first = parsing.Reader(parsing.dialogue_blocks, partial(_check_first, like), formats)
@@ -393,10 +397,7 @@ def _write_shards(
 
 
 def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, broken ones) of a block's first `most` rows, encoded with the settings of `like`.
-
-    `item`, which parsing.Reader passes, is not looked at.
-    """
+    """Return (number of rows read, broken ones) of a block's first `most` rows, encoded as `like`; `item` is unused."""
     result = encode_block(replace(like, block=block), most)
     return result.counts["rows"], result.broken
 
@@ -404,7 +405,7 @@ def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int,
 def _make_manifest(
     recipe: Recipe, directory: Path, tallies: Sequence[Tally], entries: Sequence[ShardEntry], encoder: encode.Encoder
 ) -> dict[str, object]:
-    """Write documents.json into `directory` and return the content of the step's manifest."""
+    """Write documents.json into `directory`, which has the tokenizer already; return the content of manifest.json."""
     tokenizer = encoder.tokenizer
     shards.write_description(directory, tallies, entries)
     return {

@@ -61,7 +61,7 @@ class Rules:
 
 
 class Encoder:
-    """Encodes dialogues as tokens by one set of rules. Raises UserError for a bad tokenizer or template."""
+    """Encodes dialogues as tokens by one set of rules."""
 
     def __init__(self, rules: Rules) -> None:
         """Open tokenizer and template as the rules name them. Raises UserError when one cannot be used."""
@@ -86,8 +86,8 @@ class Encoder:
     def pieces(self, messages: list[Message], counts: Counter[str], tools: Tools = None) -> Iterator[Encoded]:
         """Yield the dialogue, or its parts if it is longer than a row; count in `counts` whether it was split or cut.
 
-        `tools` are those that it may call. Raises LeftOut if it is too long and cannot be cut or split, Refused for
-        messages that the template does not accept.
+        `tools` are those that it may call. Raises LeftOut for a longer one if chat.overlong is drop, if what truncate
+        keeps has no token to learn, or if no exchange fits. Raises Refused for messages that cannot be encoded.
         """
         encoded = self.encode(messages, tools)
         if len(encoded.ids) <= self.rules.limit:
@@ -104,7 +104,10 @@ class Encoder:
             yield from self._parts(messages, counts, tools)
 
     def encode(self, messages: list[Message], tools: Tools = None) -> Encoded:
-        """Return the whole dialogue encoded, whatever its length. Raises Refused if the template does not accept it."""
+        """Return the whole dialogue encoded, whatever its length, with the mask that sft's keys ask for.
+
+        Raises Refused if the template does not accept it, and for several turns with sft.answer_apart.
+        """
         text, spans = self.template.render(messages, tools=tools)
         if self.rules.sft.answer_apart:
             ids, mask = self._apart(text, spans)
@@ -124,8 +127,8 @@ class Encoder:
     def document(self, text: str) -> Encoded:
         """Return pretraining text encoded as <s> text </s>, with the ids of pretraining; all tokens are learnt.
 
-        The section tokenizer may name other tokens than <s> and </s>. With mask_eos </s> is not learnt. Raises LeftOut
-        for a text with a control token.
+        <s> is left out if the tokenizer begins no text with it. The recipe's section tokenizer may leave it out too, or
+        name other tokens for both. With mask_eos </s> is not learnt. Raises LeftOut for a text with a control token.
         """
         if any(token in text for token in self.tokenizer.control):
             raise LeftOut("control token in the text")
@@ -140,7 +143,8 @@ class Encoder:
     def round_trip(self, messages: list[Message], tools: Tools = None) -> dict[str, bool]:
         """Return {"text": whether decoding gives the text back, "prompt": whether the tokens begin with the prompt's}.
 
-        "text" is True with answer_apart, where it is not checked. Raises Refused as encode() does.
+        "text" is True with answer_apart, where it is not checked. Raises Refused if the template does not accept the
+        messages, and for several turns with sft.answer_apart.
         """
         text, _ = self.template.render(messages, tools=tools)
         prompt, _ = self.template.render(messages[:-1], generation=True, tools=tools)
@@ -151,8 +155,8 @@ class Encoder:
     def _parts(self, messages: list[Message], counts: Counter[str], tools: Tools) -> Iterator[Encoded]:
         """Yield parts of as many exchanges as fit, each with the system prompt; skip exchanges that are too long.
 
-        At the end adds the numbers of split dialogues and skipped exchanges to `counts`. Raises LeftOut when no
-        exchange fits. Raises Refused as encode() does.
+        At the end adds 1 split dialogue, if there are several parts, and the skipped exchanges to `counts`. Raises
+        LeftOut when no exchange fits, Refused for messages that cannot be encoded.
         """
         system = messages[:1] if messages[0]["role"] == "system" else []
         turns = messages[len(system) :]
@@ -179,9 +183,9 @@ class Encoder:
         counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
 
     def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
-        """Return (ids, mask) with prompt and answer each between <s> and </s>; `spans` has the answer.
+        """Return (ids, mask) with prompt and answer each between <s> and </s>; only the answer and these are learnt.
 
-        Refused for several turns.
+        `spans` has the answer's place in `text`. Raises Refused for several turns.
         """
         if len(spans) != 1:
             raise Refused("several turns, which the released code does not know")
@@ -199,9 +203,10 @@ class Encoder:
 
 @lru_cache(maxsize=2)
 def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
-    """Return the Encoder of these rules; the last two are kept in the process. Raises UserError as Encoder does.
+    """Return the Encoder of these rules; the last two are cached in the process.
 
-    `rules` has chat, sft and perhaps Rules.ends as JSON, a line each; `limit` is the most tokens of a dialogue.
+    `rules` has chat, sft and perhaps Rules.ends as JSON, a line each; `limit` is the most tokens of a dialogue. Raises
+    UserError when tokenizer or template cannot be used.
     """
     chat, sft, *ends = rules.split("\n")
     more = [tuple(json.loads(line)) for line in ends]
@@ -269,7 +274,7 @@ class Preference(NamedTuple):
 
 
 def longest_piece(recipe: Recipe) -> int | None:
-    """Return how many tokens of a row are stored at most; None in stages without preferences or prompts."""
+    """Return the most tokens of a prompt (grpo), or of both sequences of a pair (dpo, reward); None in other stages."""
     if recipe.grpo is not None:
         return recipe.batch.sequence_length - recipe.grpo.max_new_tokens
     return recipe.batch.sequence_length if recipe.stage in ("dpo", "reward") else None
@@ -321,9 +326,9 @@ def encode_preference(
 ) -> list[Encoded]:
     """Return a row's preference encoded, with the mask on its answers. Raises Refused or LeftOut with the reason.
 
-    Stages dpo and reward give the chosen and the rejected sequence, each at most limit // 2 tokens. Stage grpo gives
-    the prompt, at most `limit` tokens, followed by the right answer if the row has it. `checked` has the rules that
-    need it (checking_rules).
+    Stage grpo gives one sequence: the prompt, at most `limit` tokens, followed by the right answer if the row has it.
+    `checked` has the rules that need it (checking_rules). Other stages give the chosen and the rejected sequence, each
+    at most limit // 2 tokens; the preference must have both. A longer prompt or sequence raises LeftOut.
     """
     if stage == "grpo":
         return [_prompt(encoder, preference, limit, checked)]
@@ -345,8 +350,8 @@ def encode_preference(
 def _prompt(encoder: Encoder, preference: Preference, limit: int, checked: Sequence[str]) -> Encoded:
     """Return the prompt encoded, ready for an answer, followed by the right answer, which alone is in the mask.
 
-    Raises LeftOut when the prompt has more than `limit` tokens, Refused when a rule needs a right answer that is
-    missing.
+    Raises LeftOut when the prompt has more than `limit` tokens or a control token, Refused when a rule needs a right
+    answer that is missing or the template does not accept the prompt.
     """
     check_messages([*preference.prompt, {"role": "assistant", "content": "-"}], encoder.tokenizer.control)
     ids = encoder.tokenizer.encode(encoder.template.render(preference.prompt, generation=True)[0])[0]
@@ -381,7 +386,7 @@ def _right_answer(preference: Preference, checked: Sequence[str]) -> str | None:
 def _sequence(encoder: Encoder, preference: Preference, answer: str) -> Encoded:
     """Return prompt and answer encoded, with this answer alone in the mask, without what the template adds after it.
 
-    Raises Refused and LeftOut as check_messages() and encode() do.
+    Raises LeftOut for a control token in a text, Refused for messages out of order, empty or not encodable.
     """
     messages = check_messages([*preference.prompt, {"role": "assistant", "content": answer}], encoder.tokenizer.control)
     ids, mask = encoder.encode(messages)

@@ -79,8 +79,9 @@ class Seen:
 def check(recipe: Recipe, shards: Shards) -> list[Finding]:
     """Return every finding about the labels of prepared dialogues and about rows that were left out, errors first.
 
-    Prompts (grpo) have no labels: only the counts of their rows are checked, and the reward's functions are tried.
-    With sft.profile faithful all findings are warnings. Raises UserError as count_labels() and try_function() do.
+    Prompts (grpo) have no labels: only the counts of their rows are checked, and the reward's functions are tried on
+    the first prompt. Otherwise a missing index of rows is built. With sft.profile faithful all findings are warnings.
+    Raises UserError when a function fails, and when the index cannot be written.
     """
     counts = prepared_counts(shards)
     problems = [*_check_rows(shards.manifest, counts)]
@@ -104,10 +105,10 @@ def check(recipe: Recipe, shards: Shards) -> list[Finding]:
 
 
 def try_function(term: Term, prompt: str, right: str) -> None:
-    """Call a reward term's function, in a process of its own, on the right answer and on an empty one.
+    """Call a reward term's function, in a process of its own, on `right`, the answer to `prompt`, and on an empty one.
 
-    Raises UserError when it fails or returns anything but a finite number, or None, for each. One that takes longer
-    than TRY_SECONDS is not judged; that is printed.
+    Raises UserError when it fails or returns anything but a finite number, or None, for each. If it takes more than
+    TRY_SECONDS, it is stopped, a line is printed, and nothing raised.
     """
     asked = {"file": term.file, "name": term.name, "prompt": prompt, "right": right}
     command = [sys.executable, "-c", "from finlm.dialogues import scoring; scoring.check_function()"]
@@ -140,7 +141,7 @@ def rows_left_out(shards: Shards) -> Counter[str]:
 def count_labels(recipe: Recipe, shards: Shards) -> Seen:
     """Return the counts of tokens and labels in at most ROWS rows, spread over the training data.
 
-    Builds a missing index of rows; raises UserError when it cannot be written.
+    Builds a missing index of rows in the shards' directory; raises UserError when it cannot be written.
     """
     rows = dialogues.train_rows(shards, recipe)
     ids = np.unique(np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(np.int64))
@@ -180,9 +181,10 @@ def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]
 
 
 def _check_rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about broken rows, rows left out (if over 1 %), unread keys, and rows beyond the start's context.
+    """Yield findings about broken rows, rows left out, keys not read, and rows longer than the start model's context.
 
-    `manifest` is the shards', `counts` prepared_counts().
+    The first three are by source; rows left out count only above 1 % of a source's. `manifest` is the shards', `counts`
+    is prepared_counts().
     """
     for source, reasons in manifest.get("broken", {}).items():
         rows, total = sum(reasons.values()), manifest["dialogues"][source]["rows"]
@@ -209,7 +211,7 @@ def _list_reasons(reasons: Mapping[str, int]) -> str:
 
 
 def _check_ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
-    """Yield findings about ends of turns that are not learnt, labels on padding, and sft.hide_eos."""
+    """Yield findings about ends of turns (if under half are learnt), labels on padding, and sft.hide_eos."""
     learnt = seen.dialogues - seen.unlearnt
     if seen.ended < 0.5 * learnt:
         yield _finding("eos-not-learnt", ended=seen.ended, learnt=learnt)
@@ -220,7 +222,11 @@ def _check_ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
 
 
 def _check_prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about <s> or </s> between prompt and answer, and about texts that decoding does not reproduce."""
+    """Yield findings about <s> or </s> between prompt and answer, and about encodings that failed the round trip.
+
+    These are a prompt that is encoded otherwise with its answer (an error from 5 % of those checked on, else a
+    warning), and a text that decoding does not reproduce.
+    """
     if seen.bos_inside or seen.eos_before:
         yield _finding("answer-apart", total=seen.dialogues, bos=seen.bos_inside, eos=seen.eos_before)
     checked = counts.get("checked", 0)
@@ -232,7 +238,11 @@ def _check_prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
 
 
 def _check_shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about dialogues with nothing or everything learnt, cut answers and exchanges left out."""
+    """Yield findings about dialogues with nothing or everything learnt, cut answers and exchanges left out.
+
+    Nothing learnt and cut answers are errors above 1 % of the dialogues, else warnings; exchanges left out are reported
+    only above 1 %. Everything may be learnt without assistant_only_loss, or where documents are among the rows.
+    """
     only = recipe.sft is None or recipe.sft.assistant_only_loss
     if seen.unlearnt:
         level: Level = "error" if seen.unlearnt > 0.01 * seen.dialogues else "warning"
@@ -258,7 +268,7 @@ LEARNT, CONTEXT, MARK = "bold green", "", "cyan"
 
 
 def print_summary(recipe: Recipe, shards: Shards, seen: Seen) -> None:
-    """Print a table of how many dialogues and tokens are used and learnt, and why rows were left out."""
+    """Print a table of the dialogues used, of what is learnt (`seen`), and of rows left out: five reasons a source."""
     counts = prepared_counts(shards)
     rows = [
         [
@@ -295,7 +305,7 @@ def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
 def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
     """Print the first `count` training rows; what is learnt stands between ⟦ ⟧, green on a terminal.
 
-    Raises UserError as open_tokenizer() and count_labels() do.
+    Builds a missing index of rows. Raises UserError when that cannot be written, or the tokenizer not be read.
     """
     library = recipe.sft.tokenizer if recipe.sft else "auto"
     tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", library)
@@ -318,7 +328,10 @@ def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
 def _style_tokens(
     tokenizer: pretrained.Tokenizer, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
 ) -> list[tuple[str, str]]:
-    """Return [(text, style)] of a dialogue: its length, then its text, with stretches whose labels count within ⟦ ⟧."""
+    """Return [(text, style)] of a dialogue: its length in tokens, then its text, with what is learnt within ⟦ ⟧.
+
+    `inputs` and `labels` [tokens] are its part of a row; the last label's token, if learnt, is shown too.
+    """
     ids = [*map(int, inputs)]
     learnt = [False, *(int(label) != IGNORED for label in labels[:-1])]
     if int(labels[-1]) != IGNORED:  # the last label's token, which is no input

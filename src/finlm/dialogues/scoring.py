@@ -51,7 +51,7 @@ def score(term: Term, asked: str, said: str, right: str, tokens: int, most_token
     """Return the score, 0 to 1, of an answer by a reward term whose rule needs no model.
 
     `asked`, `said` and `right` are the texts of question, answer and right answer. `tokens` is the answer's length in
-    tokens and `most_tokens` its limit. Returns None when the right answer is not of the rule's type.
+    tokens, `most_tokens` its limit. None if `right` is not of the rule's type; format, length and steps do not use it.
     """
     if term.rule == "format":
         return float(_pattern(str(term.pattern)).fullmatch(said.strip()) is not None)
@@ -79,7 +79,7 @@ Function = Callable[..., Any]
 
 
 def read_function(path: Path, name: str) -> Function:
-    """Return the function `name` of a Python file, which is executed. UserError if that fails, or AttributeError."""
+    """Run a Python file and return its function `name`. UserError if the file fails, AttributeError if it lacks it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -94,7 +94,7 @@ def read_function(path: Path, name: str) -> Function:
 def call_function(
     function: Function, name: str, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
 ) -> list[float | None]:
-    """Return the function's value of each answer, a float or None. Raises UserError when it fails or returns others."""
+    """Return the function's value, a float or None, of each completion; UserError if it fails or returns others."""
     try:
         returned = function(prompts=prompts, completions=completions, answers=answers)
     except Exception as error:
@@ -120,7 +120,7 @@ def broken_function(name: str, evidence: str) -> UserError:
 
 
 def _explain(error: Exception) -> str:
-    """Return the error in words, with the line of the file in which it was raised."""
+    """Return the error's type and message as text, with the line of code that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} (line {last.lineno} of {Path(last.filename).name}: {last.line})"
 
@@ -128,8 +128,8 @@ def _explain(error: Exception) -> str:
 def check_function() -> None:
     """Call the function that stdin names; print {"evidence": what is wrong with it, or ""} as JSON.
 
-    stdin has file, name, prompt and right as JSON; the function gets the right answer and an empty one. It runs in a
-    process of its own, as the file is the user's.
+    stdin has file, name, prompt and right as JSON; the function gets the right answer and an empty one. What the file
+    prints goes to stderr. Run it in a process of its own, as the file is the user's. AttributeError without `name`.
     """
     asked, evidence = json.load(sys.stdin), ""
     with contextlib.redirect_stdout(sys.stderr):
@@ -188,7 +188,7 @@ def repetition(text: str) -> float:
 
 
 def list_items(text: str) -> set[str]:
-    """Return the items of the list after the last conclusion, or of the whole text if it has no conclusion."""
+    """Return the items, divided by 、 , ; or line ends, after the last conclusion, or of the whole text without one."""
     text = unicodedata.normalize("NFKC", text)
     concluded = [match.end() for match in CONCLUDES.finditer(text)]
     rest = text[concluded[-1] :] if concluded else text
@@ -202,6 +202,7 @@ def _f1(said: set[str], right: set[str]) -> float:
 
 @lru_cache(maxsize=16)
 def _pattern(text: str) -> re.Pattern[str]:
+    """Return the compiled regular expression, whose . matches a line end too; the last 16 are cached."""
     return re.compile(text, re.DOTALL)
 
 
@@ -256,7 +257,7 @@ def _patterns(letters: str) -> _Patterns:
 
 
 def find_decided_letter(text: str, letters: str) -> str | None:
-    """Return the letter that no further text can change; None while it can still change."""
+    """Return the letter, one of `letters`, that `text` names and no text after it can change; None if there is none."""
     patterns = _patterns(letters)
     line = patterns.line.match(text)
     if line:
@@ -339,7 +340,7 @@ class Number(NamedTuple):
 
 
 def find_number(text: str) -> Number | None:
-    """Return the number that a whole answer gives; None when it gives none."""
+    """Return the first number in the sentence after the last conclusion, without one the text's last number; or None."""
     text = unicodedata.normalize("NFKC", text)
     conclusions = list(CONCLUDES.finditer(text))
     if conclusions:
@@ -376,8 +377,8 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 def check_steps(text: str) -> list[bool]:
     """Return, for each equation in a text such as (12-10)÷10=20%, whether it is right to the last digit written.
 
-    The left side is what stands in the 200 characters before the sign.
-    Scales and percent count, or are left out on both sides: 3百万元-1百万元=2百万元 is right, and so is 3-1=2百万元.
+    The left side is at most 200 characters; other = signs are skipped. Scales and percent count, or are left out on
+    both sides: 3百万元-1百万元=2百万元 is right, and so is 3-1=2百万元.
     """
     text = unicodedata.normalize("NFKC", text.translate(_SIGNS))
     judged: list[bool] = []
@@ -391,7 +392,7 @@ def check_steps(text: str) -> list[bool]:
 
 
 def _is_right(left: str, right: str) -> bool:
-    """Return whether left = right holds; False for a left side that is no expression, as with open brackets."""
+    """Return whether left = right holds, with scales or without; False for a left side that is no expression."""
     for is_scaled in (True, False):
         try:
             value = _compute(ast.parse("".join(_expression(left, is_scaled))))

@@ -60,7 +60,7 @@ class Tally:
         self.is_cut = False
 
     def add(self, encoded: Encoded) -> None:
-        """Add a block's counts to this tally."""
+        """Add a block's counts to this tally; set is_cut if a broken row says that the rest of a file is not read."""
         self.counts.update(encoded.counts, broken=len(encoded.broken))
         self.broken.update(reason for _, _, reason, _ in encoded.broken)
         self.left_out.update(encoded.left_out)
@@ -87,7 +87,7 @@ class Spool:
         self._hashes, self._inputs = bytearray(), array("i")  # of each dialogue
 
     def add(self, encoded: Encoded) -> None:
-        """Append a block's pieces; writes their tokens and masks to the spool's files."""
+        """Append a block's pieces, writing their tokens and masks to the spool's files; blocks come in order."""
         self._ids.write(np.array(encoded.ids, dtype=self._dtype).tobytes())
         self._mask.write(encoded.mask)
         pieces = np.array(encoded.pieces, dtype=PIECE)
@@ -99,7 +99,8 @@ class Spool:
     def split(self, tallies: Sequence[Tally], data: Data) -> list[ShardEntry]:
         """Decide what is held out, write the shards of each split and source, and return the manifest's entries.
 
-        Adds the decisions to the tallies' counts, and deletes the spool's files. Call it once, after the last add().
+        `tallies` has one for each input, by number; adds the decisions to their counts. Deletes the spool's files. Call
+        it once, after the last add().
         """
         self._ids.close()
         self._mask.close()
@@ -171,14 +172,17 @@ def sum_counts(manifest: Mapping[str, Any], name: str) -> Counter[str]:
 
 
 def by_source(tallies: Sequence[Tally], name: str) -> selection.SourceCounts:
-    """Return {source: counts} of this attribute of the tallies, training and held-out files together."""
+    """Return {source: counts} of the tallies' attribute `name`, as "refused", without sources that have no counts.
+
+    Training and held-out files of a source are counted together.
+    """
     return selection.sum_by_source((tally.item.source, getattr(tally, name)) for tally in tallies)
 
 
 def write_description(directory: Path, tallies: Sequence[Tally], entries: Sequence[ShardEntry]) -> None:
     """Write documents.json, with counts and input files of every source, into a shards directory.
 
-    `tallies` has one entry for each input, `entries` those of the written shards.
+    `tallies` has one for each input. `entries` are those of the written shards, whose .idx files are read.
     """
     sources: selection.SourceCounts = {}
     for tally in tallies:

@@ -95,7 +95,7 @@ class Template:
         return text, spans
 
     def _span(self, messages: Sequence[Message], place: int, text: str, tools: Tools) -> tuple[int, int]:
-        """Return (start, end) in characters of what the assistant writes in message number `place`. Raises Refused."""
+        """Return (start, end) in `text` of the assistant's message number `place`; Refused if earlier turns change."""
         before = self._text(messages[:place], True, tools)
         # Llama-shaped templates write a line break after the end of turn, which nobody generates.
         whole = self._text(messages[: place + 1], False, tools).rstrip()
@@ -136,7 +136,7 @@ def _refuse_omissions(message: Message, text: str) -> None:
 
 
 def find_source(name: str, of_tokenizer: str | None, system: str | None) -> str:
-    """Return the Jinja source for chat.template (`name`) and chat.system (`system`).
+    """Return the source of the template `name`; with `system` it puts that prompt before messages that begin with none.
 
     `of_tokenizer` is the tokenizer's, if any. Raises UserError for a template that does not exist or is not UTF-8.
     """
@@ -190,7 +190,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        """Return the node of the tag, as Jinja asks of an extension."""
+        """Return the tag's node, as Jinja asks of an extension; reads the parser on to behind endgeneration."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -301,7 +301,7 @@ def suggest_key(names: tuple[str, ...], known: tuple[str, ...] = KNOWN) -> str:
 
 
 def _explain_missing(row: Mapping[str, Any]) -> str:
-    """Return why a row is in none of FORMATS."""
+    """Return as text why a row is in none of FORMATS, with the keys that it has."""
     begun = next((name for name, _ in PAIRS if isinstance(row.get(name), str)), None)
     answers = [answer for name, answer in PAIRS if name == begun]
     for name, kind in (*((name, "a list") for name in _TURNS), *((name, "text") for name in (*answers, "text"))):
@@ -321,7 +321,7 @@ def _is_near(name: str, known: str) -> bool:
 
 
 def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages after the row's system prompt, if it has one and the messages begin with none."""
+    """Return the messages, behind the row's system prompt if it has one and the messages begin with none."""
     system = row.get("system")
     if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
@@ -403,7 +403,7 @@ def _from_json(value: Any, what: str) -> list[Any]:
 
 
 def _messages_of_turns(items: list[Any], who: str, what: str) -> list[Message]:
-    """Return the messages of turns, with the role under the key `who` and the text under `what`. Raises Refused."""
+    """Return turns with the keys `who` (role) and `what` (text) as messages; Refused for any turn of another form."""
     messages = []
     for item in items:
         if not isinstance(item, dict):
