@@ -340,7 +340,7 @@ class Number(NamedTuple):
 
 
 def find_number(text: str) -> Number | None:
-    """Return the first number in the sentence after the last conclusion, without one the text's last number; or None."""
+    """Return the first number in the sentence after the last conclusion, or else the text's last; None if it has none."""
     text = unicodedata.normalize("NFKC", text)
     conclusions = list(CONCLUDES.finditer(text))
     if conclusions:
