@@ -340,7 +340,7 @@ class Number(NamedTuple):
 
 
 def find_number(text: str) -> Number | None:
-    """Return the first number in the sentence after the last conclusion, or else the text's last; None if it has none."""
+    """Return the first number in the last conclusion's sentence; without conclusions the text's last; None for none."""
     text = unicodedata.normalize("NFKC", text)
     conclusions = list(CONCLUDES.finditer(text))
     if conclusions:
