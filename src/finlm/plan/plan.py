@@ -142,8 +142,9 @@ def group_members(members: Iterable[Member], most: int, size: Callable[[Member],
 def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bool:
     """Return whether DeepSpeed copies gradients into buckets during the backward pass (contiguous_gradients).
 
-    On one GPU at stage 1 there is nothing to reduce, and the copy of all gradients would be made while activations
-    still live: 12 GiB of XuanYuan-6B.
+    False at stage 0, and at stage 1 on one GPU unless its optimizer steps on the host ("cpu" or "nvme"; with "none" and
+    "stream" the GPU steps). There is nothing to reduce there, and the copy of all gradients would be made while
+    activations still live: 12 GiB of XuanYuan-6B. True in all other cases.
     """
     return stage > 1 or (stage == 1 and (world_size > 1 or offload_optimizer in ON_HOST))
 

@@ -370,7 +370,8 @@ def evaluate(
 ) -> Numbers:
     """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} of held-out rows.
 
-    Losses are means over tokens, in nats. All ranks must call it. Raises ZeroDivisionError if nothing is held out.
+    Losses are means over tokens, in nats. All ranks must call it, in eval mode, which the caller sets; gradients are
+    off. Raises ZeroDivisionError if nothing is held out.
 
     Reads rows of batch.sequence_length, spread evenly over each source: at most eval.max_tokens_per_source tokens, but
     at least one row. `loss_sum` maps (inputs, labels), each int64 [batch, sequence], and with document masks
@@ -426,10 +427,10 @@ def proof_ids(shards: Shards, recipe: Settings) -> list[int]:
 def loss_of(
     ids: Sequence[int], loss_sum: LossSum, shape: tuple[int, int], recipe: Settings, device: torch.device
 ) -> float:
-    """Return the mean negative log-likelihood of `ids` after the first, computed by loss_sum as in evaluate().
+    """Return the mean negative log-likelihood of `ids` after the first; `loss_sum` is as in evaluate().
 
-    `shape` is the [batch, sequence] that the model is compiled for: `ids` must fit a row, and ignored labels fill the
-    rest.
+    `shape` is the [batch, sequence] that the model is compiled for: `ids`, at least two, must fit a row, and ignored
+    labels fill the rest. Computes without gradients; the caller sets eval mode.
     """
     inputs, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
     inputs[0, : len(ids)], labels[0, : len(ids) - 1] = torch.tensor(ids), torch.tensor(ids[1:])

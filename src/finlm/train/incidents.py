@@ -60,6 +60,7 @@ class Skipped:
     """The numbers of recent steps that left the weights alone, oldest first."""
 
     def __init__(self, steps: Iterable[int] = ()) -> None:
+        """Begin with the steps that were skipped before, oldest first."""
         self.steps = deque(steps)
 
     def count(self, step: int) -> int:
@@ -149,7 +150,7 @@ class Watch:
         return Incident(what, f"{detail}, {most} are borne", blame=True)
 
     def _height(self, loss: float) -> str:
-        """Return text that says how far a loss is above the recent ones."""
+        """Return text that says how many deviations a loss is above the median of the recent ones."""
         middle, deviation = _median_and_deviation(self._losses)
         return (
             f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} deviations above {middle:.4f}, "
@@ -157,7 +158,7 @@ class Watch:
         )
 
     def _limit(self) -> float:
-        """Return the loss above which a step is a spike; infinity with too few losses."""
+        """Return the loss above which a step is a spike; infinity with less than FEWEST or spike.window losses."""
         if len(self._losses) < min(FEWEST, self.settings.spike.window):
             return math.inf
         middle, deviation = _median_and_deviation(self._losses)
@@ -227,7 +228,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return an incident if the fp16 scaler skipped the step (at the lowest scale: stop), else None. Collective."""
+        """Return an incident if fp16's scaler skipped the step (to stop if it cannot lower), else None. Collective."""
         scaler = self._scaler
         if scaler is None:
             return None
@@ -313,16 +314,17 @@ class Stopwatch:
 
 
 class Stragglers:
-    """Finds a rank whose work takes settings.ratio times the others' (medians of settings.steps steps)."""
+    """Finds a rank whose work takes settings.ratio times the others' and 5 ms more, by medians of settings.steps."""
 
     def __init__(self, settings: StragglerSettings, plan: Plan) -> None:
+        """Begin without steps; the plan names the ranks' hosts."""
         self.settings = settings
         self._where = [f"rank {rank} on {name}" for rank, name in enumerate(plan.rank_hosts)]
         self._recent: deque[Sequence[float]] = deque(maxlen=settings.steps)
         self._told: int | None = None
 
     def judge(self, seconds: Sequence[float]) -> Incident | None:
-        """Store each rank's seconds of work in the step; return an incident if one is slow that was not told last."""
+        """Store each rank's seconds of work in a step; return an incident for a slow rank, unless the last named it."""
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < self.settings.steps:
             return None
@@ -364,8 +366,7 @@ class Twins:
         """Every every_steps steps, compare neighbours' gradients of the step's first micro-batches; collective.
 
         Returns an incident if they differ, else None. Where bits are compared the first check also computes each rank's
-        gradients twice: if the bits differ, that is the incident, and checks end. `data_step` is the step whose data
-        this step read.
+        gradients twice: if these differ, that is the incident, and checks end. `step` read the data of `data_step`.
         """
         if self._every is None or step % self._every:
             return None

@@ -52,10 +52,11 @@ class Setup(Rank[Settings]):
 
 
 def main(run_path: Path, recipe: Settings) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code (see loop). Every rank calls it.
+    """Train the run in `run_path` to its last step and return the process's exit code. Every rank calls it.
 
-    `recipe` is that of the run. Raises what prepare() raises, and UserError when no whole checkpoint is left of those
-    that the run had.
+    `recipe` is that of the run. The code is 0 at the end, 1 when an incident ends the run, or 128 + signal. Raises
+    UserError when the run directory or its checkpoints cannot be used (see prepare() and loop()), and RuntimeError when
+    the plan has another number of ranks.
     """
     s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
@@ -63,12 +64,15 @@ def main(run_path: Path, recipe: Settings) -> int:
 
 
 def loop(s: Setup) -> int:
-    """Train from the newest checkpoint to the plan's last step, and return the process's exit code.
+    """Train from the newest checkpoint, or from step 0 without any, to the plan's last step; return the exit code.
 
     The code is 0, 1 when an incident ends the run, or 128 + signal after a signal, which saves a checkpoint first.
     Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it. A call of
     the engine returns the loss summed over labels, because kernels.swap_loss replaced the model's forward in prepare().
-    Raises UserError when no whole checkpoint is left to begin with, or only some hosts have one.
+    Freezes the objects that exist now out of garbage collection.
+
+    Raises UserError when the run had checkpoints and none of them is whole on all hosts, when the newest one's manifest
+    is of another version of finlm, or when FINLM_STEP announced a step other than the newest one's.
     """
     step = s.checkpoints.resume()
     s.guard.resume(step)
@@ -166,9 +170,9 @@ def evaluate(s: Setup, step: int) -> None:
 
 
 def record_proof(s: Setup, step: int) -> None:
-    """Record, in the event `proof`, token ids and the trained model's loss on them, which its export must reproduce.
+    """Record, in the event `proof`, token ids and the trained model's mean loss on them, which its export must give.
 
-    Collective. Leaves the engine in train mode.
+    Collective. Leaves the engine in train mode. `step` goes into the event.
     """
     ids = batches.proof_ids(s.shards, s.recipe)
     s.engine.eval()
@@ -223,7 +227,7 @@ class Guard:
     """
 
     def __init__(self, s: Setup) -> None:
-        """Create the judges of a run, and make its Checkpoints save the state of the watch."""
+        """Create the judges of a run; set its Checkpoints' watch_state and rolls_back. Takes all fields of `s`."""
         self.s, self.settings = s, s.recipe.incidents
         s.checkpoints.watch_state, s.checkpoints.rolls_back = self.state, self.settings.spike.then == "roll_back"
         scales_loss = s.plan.precision == "fp16" and s.recipe.train.fp16.loss_scale == 0
@@ -244,17 +248,18 @@ class Guard:
         return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
 
     def resume(self, step: int) -> None:
-        """Restore watch and loss scale from the loaded checkpoint and jumps from events.jsonl. Collective.
+        """Restore the watch from the loaded checkpoint and jumps from events.jsonl; look at the loss scale. Collective.
 
-        `step` is the number of finished steps.
+        `step` is the number of finished steps. To be called after each load.
         """
         self.jumps = Jumps(self._restore(step))
 
     def _restore(self, step: int) -> list[tuple[int, int]]:
-        """Restore watch and loss scale from the loaded checkpoint; return (step, data step) of every rollback so far.
+        """Restore the watch from the loaded checkpoint; return (step, data step) of every rollback so far.
 
-        Collective: rank 0 reads events.jsonl for all. A checkpoint of an earlier version has no watch: the losses up to
-        `step` come from events.jsonl then.
+        Collective: rank 0 reads events.jsonl for all. If the checkpoint has no watch (step 0, an earlier version), the
+        losses up to `step` come from events.jsonl. Watches gradients if the checkpoint did, and notes the loss scale
+        (LossScale.remember), which the engine has loaded.
         """
         history: list[Any] = [_read_history(self.s.run, step) if distributed.get_rank() == 0 else None]
         distributed.broadcast_object_list(history)
@@ -271,18 +276,19 @@ class Guard:
         return self.jumps.data_step(step)
 
     def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses.
+        """Return an iterator over this rank's micro-batches of a data step, each the arguments of the model.
 
-        The stopwatch counts the wait for the first.
+        Forgets the last step's losses. The stopwatch counts the wait for the first micro-batch.
         """
         self._micro_losses.clear()
         return self.stopwatch.reading(self.s.batches.read(data_step))
 
     def weight(self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int) -> torch.Tensor:
-        """Return the factor of a micro-step's summed loss: `scale`, or NaN if the step must be skipped (Watch.weight).
+        """Return the factor of a micro-step's summed loss as a scalar tensor: `scale`, or NaN to have the step skipped.
 
-        `summed` is this micro-step's loss, `loss` this rank's sum so far, `supervised` the labels of the step on all
-        ranks. Keeps `summed`, to name the worst documents later. All ranks must call it in the same order.
+        It is NaN if `summed` is not finite, or in the last micro-step if the step's loss is a spike to be skipped.
+        `summed` is this micro-step's loss, `loss` this rank's sum so far with it, `supervised` the labels of the step
+        on all ranks. Keeps `summed`, to name the worst documents later. All ranks must call it in the same order.
         """
         self._micro_losses.append(summed.detach())
         last = len(self._micro_losses) == self.s.plan.gradient_accumulation_steps
@@ -291,7 +297,8 @@ class Guard:
     def judge(self, step: int, data_step: int, seen: Outcome) -> Then:
         """Judge a finished step, record its incidents, and return what the loop does next: go_on, stop or roll_back.
 
-        Collective. Returns stop in place of roll_back once the run was rolled back incidents.stop_after times.
+        Collective. A slow rank or differing gradients are recorded and change nothing. Once the run was rolled back
+        incidents.stop_after times, records a further incident and returns stop in place of roll_back.
         """
         is_applied = bool(self.s.engine.was_step_applied())
         scale = self.loss_scale.judge(is_applied)
@@ -314,9 +321,10 @@ class Guard:
     def roll_back(self, step: int, data_step: int) -> int | None:
         """Load the newest scheduled checkpoint at least spike.roll_back_steps + 1 steps before `step`; return its step.
 
-        Training then skips the data after that checkpoint up to and including data_step. Restores watch and loss scale,
-        removes later checkpoints, and records the event `rollback`. If there is no such checkpoint, records an incident
-        and returns None. Collective. Raises UserError when only some hosts have checkpoints.
+        Training then skips the data after that checkpoint up to and including data_step. Restores the watch, removes
+        later checkpoints, and records the event `rollback`. If there is no such checkpoint, records an incident and
+        returns None. Collective. Raises UserError when hosts have checkpoints but none in common, or one of another
+        version of finlm.
         """
         at_most = step - 1 - self.settings.spike.roll_back_steps
         restored = self.s.checkpoints.roll_back(at_most)
@@ -332,7 +340,8 @@ class Guard:
     def _record_incident(self, step: int, data_step: int, incident: Incident, is_applied: bool) -> None:
         """Record an incident in events.jsonl; with incident.blame, also the documents of the highest loss. Collective.
 
-        If the step was skipped (not `is_applied`), the detail also names the gradients that were not finite.
+        If the step was skipped (not `is_applied`), the detail also names the first gradient that was not finite, once
+        gradients are watched: the first skipped step only begins to watch them.
         """
         names = "" if is_applied or "began in" in incident.detail else self.gradients.name_bad()
         documents, where = self._name_worst_documents(data_step) if incident.blame else ([], "")
@@ -343,8 +352,8 @@ class Guard:
     def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
         """Return (documents of the micro-batch with the highest mean loss, clause about it). Collective.
 
-        A loss that is not finite is the highest. At most NAMED_DOCUMENTS are returned; ranks other than 0 return ([],
-        "").
+        Looks at the micro-batches of all ranks. A loss that is not finite is the highest. At most NAMED_DOCUMENTS are
+        returned, though the clause counts all; ranks other than 0 return ([], "").
         """
         losses = torch.stack(self._micro_losses)
         every = [torch.empty_like(losses) for _ in range(self.s.plan.world_size)]

@@ -147,8 +147,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         """Return the mean rewards of answers to held-out prompts, in all and, as `sources`, of each source. Collective.
 
         `reward` is of the likeliest answers. `sampled` is of grpo.held_out_answers answers drawn as in training; it is
-        left out when that number is 0. `rise` is the gain of `sampled` since step 0, where self.drawn_first is set.
-        Returns None when no prompts are held out. Puts the model into train mode.
+        left out when that number is 0. `rise` is the gain of `sampled` since step 0. At step 0 sets self.drawn_first,
+        from which it is counted. Returns None when no prompts are held out. Puts the model into train mode.
         """
         if not self.held_out:
             return None
@@ -286,7 +286,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         """Return (ids with the end token, log-probabilities) of an answer to each prompt. All ranks must call it.
 
         `keys` has a row of noise for each prompt; without keys, returns the likeliest answers. `longest` is the tokens
-        of the longest prompt that any rank generates for. Empties CUDA's cache at the end.
+        of the longest prompt that any rank generates for. Generates in eval mode, then restores the model's mode.
+        Empties CUDA's cache at the end.
         """
         plan, grpo, gathers = self.rank.plan, self.grpo, self.args.ds3_gather_for_generation
         limits = Limits(
@@ -411,7 +412,7 @@ def settings_of(r: Rank[Recipe]) -> Grpo:
 
 
 def trl_settings(r: Rank[Recipe]) -> GRPOConfig:
-    """Return trl's GRPOConfig of the run."""
+    """Return trl's GRPOConfig of the run's plan and of its section grpo, which it must have."""
     grpo = settings_of(r)
     return trl_arguments(
         GRPOConfig,

@@ -51,7 +51,10 @@ class ValueTrainer(GroupTrainer):
             self.extra_outputs = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        """Return GroupTrainer's result, and set extra_values to (values of the last tokens,)."""
+        """Return (log-probabilities, entropies or None, None) of the last tokens; set extra_values to (their values,).
+
+        The arguments are GroupTrainer's. Meanwhile is_scoring is set, so that the hook computes values.
+        """
         self.is_scoring = True
         try:
             return super()._get_per_token_logps_and_entropies(*given, **named)

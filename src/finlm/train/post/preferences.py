@@ -88,9 +88,9 @@ class PairTrainer(Recorded):
         return reward_statistics(torch.cat(list(rewards_of.values()))) | {"sources": sources}
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)].
+        """Return the rewards of a batch of batch() on this rank: [pairs, (chosen, rejected)].
 
-        Raises NotImplementedError; subclasses define it.
+        The caller sets eval mode and no_grad. Raises NotImplementedError; subclasses define it.
         """
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class PairTrainer(Recorded):
     def _score_pairs(self, pairs: Sequence[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Return scores(batch) of all pairs, fp32 on the CPU: [pairs, (chosen, rejected)]. The ranks share the work.
 
-        Collective.
+        Collective. Computes without gradients; the caller sets eval mode. Raises RuntimeError when `pairs` is empty.
         """
         size = self.rank.plan.micro_batch
         return compute_shared(
@@ -186,7 +186,8 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return implicit rewards, [pairs, (chosen, rejected)]: beta times the log-ratio of the model to the reference.
 
-        Takes the reference's log-probabilities out of the batch (arXiv 2305.18290).
+        Takes the reference's log-probabilities out of the batch (arXiv 2305.18290). The caller sets eval mode and
+        no_grad.
         """
         references = torch.stack((batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")), dim=1)
         return float(self.beta) * (self._logps(self.model_wrapped, batch) - references)
@@ -194,7 +195,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
     def proof(self, ids: list[int]) -> dict[str, float]:
         """Return {"loss": mean loss of these tokens after the first}, computed by the head that is trained.
 
-        All ranks must call it.
+        All ranks must call it. The caller sets eval mode and no_grad.
         """
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read), "completion_mask": torch.ones_like(read)}
@@ -225,7 +226,10 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _logps(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed log-probability of each answer's tokens: fp32 [pairs, (chosen, rejected)]."""
+        """Return the summed log-probability of each answer's tokens: fp32 [pairs, (chosen, rejected)], with gradients.
+
+        `batch` is of collate_pairs(); `model` must have the head of start.swap_head.
+        """
         ids, mask = batch["input_ids"], batch["completion_mask"]
         labels = ids.masked_fill(mask == 0, -100)
         asked = {"input_ids": ids, "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -243,7 +247,8 @@ class OddsTrainer(PreferenceTrainer):
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-odds of the answers on this rank, [pairs, (chosen, rejected)].
 
-        reward_statistics() then gives equation 7 of the paper as the loss of held-out pairs.
+        reward_statistics() then gives equation 7 of the paper as the loss of held-out pairs. The caller sets eval mode
+        and no_grad.
         """
         return log_odds(self._means(self.model_wrapped, batch))
 
@@ -277,7 +282,10 @@ class OddsTrainer(PreferenceTrainer):
 
 
 def log_odds(means: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 - p)) of mean log-probabilities log p, of -1e-6 at most, so that odds stay finite."""
+    """Return log(p / (1 - p)) of `means`, the mean log-probabilities log p; those above -1e-6 count as -1e-6.
+
+    So odds stay finite.
+    """
     means = means.clamp(max=-1e-6)
     return means - torch.log(-torch.expm1(means))
 
@@ -294,13 +302,19 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
     }
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the model's rewards, [pairs, (chosen, rejected)]; removes `margin` from the batch."""
+        """Return the model's rewards, [pairs, (chosen, rejected)]; remove `margin` from the batch.
+
+        The caller sets eval mode and no_grad.
+        """
         batch.pop("margin", None)
         rewards = self.model_wrapped(**batch, use_cache=False).logits.squeeze(-1)
         return torch.stack(rewards.chunk(2), dim=1)
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"reward": reward of a text of these tokens}. All ranks must call it."""
+        """Return {"reward": reward of the text whose token ids are `ids`}, without any template.
+
+        All ranks must call it. The caller sets eval mode and no_grad.
+        """
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read)}
         return {"reward": float(self.model_wrapped(**batch, use_cache=False).logits)}

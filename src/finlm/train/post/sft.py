@@ -113,13 +113,16 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return result
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"loss": mean loss of these tokens after the first}, in a batch of training's shape. Collective."""
+        """Return {"loss": mean loss of these tokens after the first}, in a batch of training's shape. Collective.
+
+        The caller sets eval mode.
+        """
         plan = self.rank.plan
         shape = plan.rank_micro_batches[self.rank.rank], plan.sequence_length
         return {"loss": batches.loss_of(ids, self._sum_loss, shape, self.rank.recipe, self.rank.device)}
 
     def _sum_loss(self, inputs: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the summed loss of a batch's labels, by the model that DeepSpeed wraps."""
+        """Return the summed loss of a batch's labels, by the model that DeepSpeed wraps, in its present mode."""
         loss: torch.Tensor = self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds)[0]
         return loss
 

@@ -38,7 +38,7 @@ def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -
 
     Every rank calls it. The code is 0 at the end, 1 after a loss or too many gradients that are not finite, 128 +
     signal after a signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of those
-    that the run had. Other errors of training pass through.
+    that the run had; RuntimeError when the plan has another number of ranks. Other errors of training pass through.
     """
     r = open_rank(run_path, recipe)
     with kernels.attention_backends(
@@ -150,7 +150,10 @@ class Recorded:
         return None
 
     def proof(self: Any, ids: list[int]) -> dict[str, float]:
-        """Return {"loss": mean negative log-likelihood of these tokens after the first}. All ranks must call it."""
+        """Return {"loss": mean negative log-likelihood of the tokens `ids` after the first}. All ranks must call it.
+
+        The caller sets eval mode and no_grad.
+        """
         read = torch.tensor([ids], device=self.rank.device)
         logits = self.model_wrapped(input_ids=read, use_cache=False).logits[0, :-1].float()
         return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
@@ -172,7 +175,7 @@ class Recorded:
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """Return a placeholder for DeepSpeed's optimizer, in parameter groups of bounded memory.
 
-        Returns self.optimizer as it is, if that is no placeholder. Sets self.optimizer.
+        Returns self.optimizer as it is, if that is no placeholder. Sets self.optimizer. `model` is not read.
         """
         if isinstance(self.optimizer, DummyOptim):
             self.optimizer = DummyOptim(engine.parameter_groups(self.model, self.rank.plan))

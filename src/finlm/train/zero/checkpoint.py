@@ -62,7 +62,7 @@ class Checkpoints:
     """The checkpoints of a run as one rank sees them; all ranks call its public methods together."""
 
     def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: CheckpointSettings, events: Events) -> None:
-        """Remove half-written checkpoints, and replace the engine's methods of saving and loading."""
+        """Remove half-written checkpoints, make those in memory ready, and replace how the engine saves and loads."""
         self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.layout = self.world_size, plan.zero_stage, plan.offload_optimizer
@@ -147,7 +147,8 @@ class Checkpoints:
     def resume(self) -> int:
         """Load the newest whole checkpoint and return its step, 0 without any. May record `resharded`.
 
-        Raises UserError as _find_newest does, and if the launcher's FINLM_STEP is another step.
+        Raises UserError when the run had checkpoints and none is whole on all hosts, or one has a manifest of another
+        version of finlm, and when the launcher announced another step (FINLM_STEP). Collective.
         """
         checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
@@ -166,7 +167,7 @@ class Checkpoints:
         """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without any.
 
         Leaves out those that signals asked for, so that a run ends as one without signals. Finishes the last save, and
-        then removes checkpoints of later steps. Raises UserError when only some ranks have any.
+        then removes checkpoints of later steps. Raises UserError when ranks have some but none in common.
         """
         self.finish()
         checkpoint = self._find_newest(at_most)
@@ -184,8 +185,8 @@ class Checkpoints:
         """Return the newest checkpoint that is whole on all ranks' disks, None without any; rename damaged ones.
 
         Records an incident for each damaged one. With `at_most` only scheduled ones of that step or before count.
-        Raises UserError, on all ranks, when only some have any, when one has a manifest of another version of finlm or,
-        without `at_most`, when the run had some and none is usable.
+        Raises UserError, on all ranks: when ranks have some but none in common; when a manifest is of another version
+        of finlm; without `at_most`, when the run had some and none is usable.
         """
         while candidates := self._find_common(at_most):
             step = max(candidates)
@@ -211,7 +212,7 @@ class Checkpoints:
         return None
 
     def _find_common(self, at_most: int | None) -> dict[int, Path]:
-        """Return {step: directory} of what _find_newest(at_most) may take. UserError if only some ranks have any."""
+        """Return {step: directory} for _find_newest(at_most). UserError if ranks have some, but none in common."""
         # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
         here = dict((*self.run.complete_checkpoints(), *self.run.continued_checkpoints()))
         every = entry.gather_values((host_name(), disk.identities(here.items())))
@@ -300,14 +301,14 @@ class Checkpoints:
             self.memory.close()
 
     def gather_problems(self, problem: str | Exception) -> list[str]:
-        """Return the problems of all ranks but "". Raises the first that is an exception. Collective."""
+        """Return all ranks' problems that are not empty, or []. Raises the first that is an exception. Collective."""
         problems = [each for each in entry.gather_values(problem) if each]
         if error := next((each for each in problems if isinstance(each, Exception)), None):
             raise error
         return problems
 
     def _collect_states(self, step: int) -> dict[str, State]:
-        """Return what this rank saves after `step` steps, by file name; tensors by the store's `place`. Collective."""
+        """Return {file name: state} that this rank saves after `step` steps; store.place copies tensors. Collective."""
         directory = self.run.checkpoint(step)
         self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
         loop: State = {
@@ -331,9 +332,9 @@ class Checkpoints:
         return extra if len(extra) < len(steps) else []
 
     def _measure_once(self) -> None:
-        """Measure the bytes of a save, once; if copies do not fit host memory, note an incident and save synchronously.
+        """Measure the bytes of a save, once; start to reserve buffers for copies if saves are asynchronous. Collective.
 
-        The bytes are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
+        Does nothing before a step was applied (no moments yet). If copies do not fit a host, says so and saves in sync.
         """
         if self.bytes_here is not None or not self.engine.was_step_applied():
             return
@@ -356,7 +357,7 @@ class Checkpoints:
             self.buffers.reserve(large)
 
     def _make_room(self, step: int) -> str:
-        """Return why this directory's disk has no room, or "". The leader removes unscheduled ones first."""
+        """Return why the disk has no room; "" if it has or this rank does not lead. First removes unscheduled ones."""
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)

@@ -58,8 +58,8 @@ def adamw(
 ) -> None:
     """Take an AdamW step: change `master`, `mean` and `square`, fp32, in place by `gradient`, of any dtype.
 
-    `numbers` is fp32 [4]: factor of the gradient, factor that weight decay leaves of a weight, rate (with the first
-    bias correction), divisor of the root (the second).
+    All tensors have the same shape. `numbers` is fp32 [4]: the multiplier of the gradient, that of the weight
+    (1 - lr * decay), lr / (1 - beta1^t), and sqrt(1 - beta2^t), by which the root of `square` is divided.
     """
     beta1, beta2, eps, l2 = constants
     factor, keep, rate, root = numbers.unbind()
@@ -76,24 +76,25 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        """Make DeepSpeed's optimizer of its arguments, to be stepped by compiled AdamW."""
+        """Make DeepSpeed's optimizer of its arguments; AdamW is compiled when the first step calls it."""
         self._adamw: Any = torch.compile(adamw)
         super().__init__(*arguments, **named)
 
     def _get_preflattened_grad_partition(self, group_no: int) -> torch.Tensor:
-        """Keep group `group_no`'s gradients for its step.
+        """Keep the flat gradients of group `group_no` in self._gradient for its step, in place of another group's.
 
-        Return zeros in their shape for DeepSpeed to copy and scale.
+        Return fp32 zeros [size of this rank's partition] for DeepSpeed to copy and scale: one number, expanded.
         """
         flat = super()._get_preflattened_grad_partition(group_no)
         self._gradient = self.flatten(self.averaged_gradients[group_no]) if flat is None else flat
         return torch.zeros(1, device=self.device).expand(int(self.partition_size[group_no]))
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: torch.Tensor) -> None:
-        """Keep the factor that unscales and clips gradients for the step; change no gradient.
+        """Keep in self._factor, for the step, the multiplier that unscales and clips gradients; change no gradient.
 
-        `total_norm` is the norm of the scaled loss's gradient, and finite, or DeepSpeed would have skipped the step.
-        DeepSpeed's method would ask the GPU in every group whether it is finite.
+        It is the reciprocal of what DeepSpeed divides by: 1 / loss scale, or less to clip. `total_norm` is the norm of
+        the scaled loss's gradient over all ranks, and must be finite: DeepSpeed calls this for no other step. Its own
+        method would ask the GPU in every group. `grad_groups_flat` is not read.
         """
         excess = torch.ones_like(total_norm, dtype=torch.float64)
         if self.clip_grad > 0:
@@ -109,7 +110,8 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def _step_flat(self, group_no: int, gradient: torch.Tensor) -> None:
         """Step the flat weights and moments of group `group_no` in place by its `gradient`.
 
-        Weights and moments may be longer than the gradient, by padding. The first call makes the moments.
+        The gradient is multiplied by self._factor first, and stays as it is. Weights and moments may be longer than it,
+        by padding. Adds 1 to the group's step count. The first call makes the moments.
         """
         group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
         state = self.optimizer.state[master]
@@ -189,7 +191,10 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return super().state_dict()
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """Load a state as DeepSpeed does, and copy its moments into the host memory that is pinned already."""
+        """Wait for the device, load a state as DeepSpeed does, and copy its moments into the host memory of __init__.
+
+        The arguments are DeepSpeed's.
+        """
         self.backend.synchronize()
         super().load_state_dict(*arguments, **named)
         for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
@@ -226,7 +231,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 master.data = memory
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Step a group in parts, each copied to the GPU before its step and to the host after it.
+        """Step group `group_no` in parts, each copied to the GPU before its step and to the host after it.
 
         All is enqueued at once: a part comes to the GPU while the part before it is stepped and earlier ones go back.
         An embedding is one group whatever its size, and parts keep it from filling the GPU. Leaves the group's 16-bit
@@ -254,7 +259,10 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         master.data = weights  # which DeepSpeed copies to the weights
 
     def _step_part(self, group_no: int, start: int) -> None:
-        """Step the part that begins at element `start`; master.data, master.grad and the moments hold it now."""
+        """Step the part of a group that begins at element `start`, which master.data, master.grad and the moments hold.
+
+        They have only the part's elements now: `start` is not read here.
+        """
         super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
@@ -337,7 +345,7 @@ def tune(optimizer: Any, plan: Plan) -> None:
 
     At stage 0 in fp32, only makes it skip steps whose gradient is not finite (skip_non_finite). At stages 1 and 2,
     unless the host's cores step: takes the norm from global_norm(), and leaves out the separate look for gradients that
-    are not finite and, on one rank, the average over it. Else does nothing.
+    are not finite. At stage 1 on a single rank it also leaves out the average over that rank. Else does nothing.
     """
     if plan.zero_stage == 0 and plan.precision == "fp32":
         skip_non_finite(optimizer)
@@ -374,7 +382,8 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
 
     A larger parameter is a group by itself. Outside ZeRO-1 and 2 returns one group. Those stages step group by group
     and hold the fp32 gradient of a group at a time; in a single group it would be of all parameters, and set the peak
-    of the whole step.
+    of the whole step. The order is the model's; on CUDA, if any weight is 3-D (experts), parameters whose number of
+    elements is no multiple of 8 come last.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if plan.device == "cuda" and any(parameter.dim() == 3 for parameter in trained):
@@ -387,7 +396,10 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
 
 
 def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
-    """Return the 2-norm of `gradients` over all ranks, fp32; -1, DeepSpeed's sign, when it is not finite. Collective.
+    """Return the 2-norm of `gradients` over all ranks, a scalar fp32 tensor; -1 when it is not finite. Collective.
+
+    -1 is DeepSpeed's sign for it. Leaves out tensors that DeepSpeed marked as padding. Arguments after `gradients` are
+    ignored.
 
     DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200. The
     reduction in fp32, straight from the 16-bit gradients, takes 4.

@@ -119,7 +119,7 @@ class Store(CheckpointEngine):  # type: ignore[misc]
         self.collected[Path(path).name] = copy_tensors(state_dict, self.place)
 
     def load(self, path: str, map_location: Any = None) -> State:
-        """Return the state in `given` for the file name of path, else load(path) (UserError); ignore map_location."""
+        """Return the state in `given` for the path's file name, else load(path) with its errors; read nothing else."""
         given = self.given.get(Path(path).name)
         return load(Path(path), self.mmap) if given is None else given
 
@@ -141,7 +141,7 @@ def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> A
     seen: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def walk(part: Any) -> Any:
-        """Return a copy of `part` and, if it is a container, of all that is in it."""
+        """Return a copy of `part` and of all that is in it; add tensors met for the first time to `seen`."""
         if isinstance(part, torch.Tensor):
             key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
             if part.numel() == 0 or key not in seen:
@@ -217,11 +217,11 @@ class Buffers:
 
 
 def sizes_of(states: dict[str, State]) -> tuple[list[int], int]:
-    """Return (bytes of each tensor that gets a buffer, in the order of copying; bytes of all distinct tensors)."""
+    """Return (bytes of each tensor of SMALL_BYTES or more, in the order of copying; bytes of all distinct tensors)."""
     large, total = [], 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        """Count the tensor's bytes and return it."""
+        """Add the tensor's bytes to `total` and, if at least SMALL_BYTES, to the list `large`; return the tensor."""
         nonlocal total
         size = tensor.numel() * tensor.element_size()
         total += size
@@ -308,7 +308,7 @@ class Shards:
         return out
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a parameter's whole fp32 master weight in its shape."""
+        """Return a trained parameter's whole fp32 master weight in its shape. Raises KeyError for another name."""
         shape = self.shapes[name]
         return self.read(name, "fp32", 0, shape.numel()).view(shape)
 
