@@ -43,11 +43,11 @@ def run(
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    `system` is the system prompt, None for none. `sampling` is (temperature, top_p), `max_tokens` limits an answer,
-    `seed` seeds the drawing. `tools` are those that the model may call, in the form of OpenAI's API. Prints answers to
-    stdout, all else to stderr. An error of an answer is printed; if the input is no terminal, it ends the chat with its
-    exit code. Raises UserError for a model that cannot be opened, cannot chat, or not with tools, and for input that is
-    not UTF-8.
+    `checkpoint` is any path that open_model() takes. `system` is the system prompt, None for none. `sampling` is
+    (temperature, top_p), `max_tokens` limits an answer, `seed` seeds the drawing. `tools` are those that the model may
+    call, in the form of OpenAI's API. Prints answers to stdout, all else to stderr. An error of an answer is printed;
+    if the input is no terminal, it ends the chat with its exit code. Raises UserError for a model that cannot be
+    opened, cannot chat, or not with tools, and for input that is not UTF-8.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)
@@ -107,8 +107,8 @@ def _print_answer(
 ) -> str:
     """Print an answer while it is written and return it; Ctrl-C ends it, and what was written is returned.
 
-    `sampling` is (temperature, top_p). Says on stderr when an answer was cut off or interrupted. Raises UserError as
-    Talker.stream() does.
+    `sampling` is (temperature, top_p). Says on stderr when an answer was cut off or interrupted. Raises UserError when
+    the messages leave no room in the model's context, or its template does not take them.
     """
     shown, stream = "", talker.stream(messages, *sampling, max_tokens)
     try:
@@ -167,7 +167,8 @@ class Talker:
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
         """Return the whole answer to the last message, of at most max_tokens tokens, drawn at `temperature`.
 
-        Draws from all tokens (top_p 1) and sets self.reply. Raises UserError as stream() does.
+        Draws from all tokens (top_p 1) and sets self.reply. Raises UserError when the messages leave no room in the
+        model's context, or its template does not take them.
         """
         for _ in self.stream(messages, temperature, 1.0, max_tokens):
             pass
@@ -237,7 +238,10 @@ class Talker:
             ids = [token]
 
     def _cut_cache(self, length: int) -> None:
-        """Drop keys and values behind the first `length` tokens; drop all where the cache cannot be cut."""
+        """Drop keys and values behind the first `length` tokens, and their ids in _seen.
+
+        Drops all where the cache cannot be cut: a sliding window, or layers without keys (linear attention).
+        """
         if self._cache is None or length == len(self._seen):
             return
         layers = getattr(self._cache, "layers", ())
@@ -260,7 +264,10 @@ class Talker:
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
     def _draw_token(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
-        """Return an id drawn with `temperature` from the nucleus `top_p`; the likeliest id at temperature 0."""
+        """Return an id drawn with `temperature` from the nucleus `top_p`; the likeliest id at temperature 0 or below.
+
+        Drawing advances self._random. `logits` is [vocabulary].
+        """
         if temperature <= 0:
             return int(logits.argmax())
         warm = (logits - logits.max()) / temperature  # at most 0: a small temperature would reach infinity

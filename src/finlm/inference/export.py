@@ -161,7 +161,7 @@ def _prove_training(reloaded: Any, trained: Trained) -> None:
 
 
 def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether the values agree up to a few roundings of the largest: sums may go in another order."""
+    """Return whether values agree up to a share of the largest, 1e-4 in fp32, else 2e-2: sums may change their order."""
     largest = float(expected.abs().max())
     share = 1e-4 if expected.dtype == torch.float32 else 2e-2
     return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=share * largest)
@@ -224,7 +224,7 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
     """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
 
     In pretraining, control tokens in a text are encoded as text. The recipe's add_bos counts unless the start model's
-    tokenizer is used, which has rules of its own. Raises UserError as open_tokenizer() does.
+    tokenizer is used, which has rules of its own. Raises UserError if that cannot be read.
     """
     directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
     if trained.recipe.stage != "pretrain":
@@ -312,7 +312,10 @@ _STAGES = {
 
 
 def card_text(trained: Trained, directory: Path) -> str:
-    """Return the text of the model card (README.md) for an export whose other files are in `directory` already."""
+    """Return the text of the model card (README.md) for an export whose other files are in `directory` already.
+
+    Reads the run's manifest.json, which must exist, and its events.
+    """
     plan, recipe = trained.plan, trained.recipe
     task = "text-classification" if recipe.stage == "reward" else "text-generation"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "language: [zh, en]", "tags: [finlm]", "---"]
@@ -417,7 +420,10 @@ def _task_lines(trained: Trained, step: int) -> Iterator[str]:
 
 
 def _origin_lines(trained: Trained) -> Iterator[str]:
-    """Yield the lines of the card's section of finlm's version and commit, hashes of code and inputs, and hardware."""
+    """Yield the lines of the card's section of finlm's version and commit, hashes of code and inputs, and hardware.
+
+    Leaves out what the run's manifest.json does not know; that file must exist.
+    """
     manifest = files.read_json(trained.run.manifest)
     code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
     git = code.get("git") or {}

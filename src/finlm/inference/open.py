@@ -81,8 +81,9 @@ class Opened:
 def open_model(path: Path) -> Opened:
     """Open the model of a checkpoint, run, export or Hugging Face directory, on a GPU if any, in evaluation mode.
 
-    Compares the files' hashes where finlm wrote them. Raises UserError when there is no model, when it is damaged or
-    cannot be loaded, or when it is a reward model; RuntimeError when a checkpoint's weights do not fit the model.
+    For a run, opens its export if there is one, else its newest checkpoint. Compares the files' hashes where finlm
+    wrote them. Raises UserError when there is no model, when it is damaged or cannot be loaded, or when it is a reward
+    model; RuntimeError when a checkpoint's weights do not fit the model.
     """
     run = run_of(path)
     if (path / "plan.json").is_file():
@@ -120,7 +121,11 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], max_tokens: int, **s
 
 
 def _open_checkpoint(path: Path) -> Opened:
-    """Open a run's checkpoint. Raises UserError for a reward model, and raises as load_trained() does."""
+    """Open a run's checkpoint on a GPU if any.
+
+    Raises UserError for a reward model or an incomplete or damaged checkpoint, RuntimeError when its weights do not fit
+    the model.
+    """
     loaded = load_trained(path)
     if loaded.recipe.stage == "reward":
         raise _reward_model_error(path)
@@ -132,7 +137,7 @@ def _open_checkpoint(path: Path) -> Opened:
 
 
 def _reward_model_error(path: Path) -> UserError:
-    """Return the UserError for a reward model that is asked for text."""
+    """Return, without raising it, the UserError for the reward model at `path` that is asked for text."""
     return UserError(
         f"{path} is a reward model: it says how good a text is, and writes none",
         fix="give the model that it started from, or one that was trained with its rewards",
@@ -173,7 +178,11 @@ def _move_to_device(model: Any) -> Any:
 def _make_opened(
     model: Any, tokenizer: Any, name: str, identity: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Return the Opened; its fingerprint is the sha256 of `identity`, JSON values that tell the model from others."""
+    """Return the Opened; its fingerprint is the sha256 of `identity`, JSON values that tell the model from others.
+
+    The context is the configuration's, else the tokenizer's model_max_length. The ends of an answer are those of the
+    generation settings and of the tokenizer; () without any.
+    """
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
     listed = model.generation_config.eos_token_id
     ids = (*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id)
@@ -350,7 +359,7 @@ def import_gguf(file: Path, out: Path) -> Path:
 
 
 def _unreadable_error(file: Path, error: Exception) -> UserError:
-    """Return the UserError for a GGUF file whose reader raised `error`."""
+    """Return, without raising it, the UserError for a GGUF file whose reader raised `error`."""
     return UserError(
         f"{file} cannot be read",
         evidence=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",

@@ -286,7 +286,8 @@ def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
 def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
     """Return in words what would make the recipe fit: fewer ranks a host, else more hosts, shorter rows or other GPUs.
 
-    `fitting` returns the candidates of a recipe that fit a cluster. Names only what was tried and fits.
+    `fitting` returns the candidates of a recipe that fit a cluster. Names only what was tried and fits; where nothing
+    does, says to take a smaller model.
     """
     most = max(host.slots for host in cluster.hosts)
     for slots in range(most - 1, 0, -1):
@@ -310,7 +311,7 @@ def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[
 
 
 def _shorter_rows(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield at most one sentence: the longest half, quarter, ... of batch.sequence_length that fits; none for GRPO."""
+    """Yield at most one sentence: the longest of batch.sequence_length / 2, 4, ... 32 that fits; none for GRPO."""
     length = recipe.batch.sequence_length
     for shorter in (length // 2**times for times in range(1, 6) if recipe.stage != "grpo" and length % 2**times == 0):
         batch = recipe.batch.model_copy(update={"sequence_length": shorter})

@@ -44,7 +44,8 @@ def host_items(
     """Return peak bytes of a host with `slots` ranks, item by item; on CPU ranks these are the ranks themselves.
 
     `has_snapshot` says that a thread writes checkpoints from a copy of the rank's states in host memory. `neighbour` is
-    the number of another host's ranks whose checkpoints in memory are here too (neighbour_ranks).
+    the number of another host's ranks whose checkpoints in memory are here too (neighbour_ranks); with 0 only those of
+    this host's ranks are here, with None there are no checkpoints in memory.
     """
     snapshot = {"checkpoint on its way": snapshot_bytes(shape, layout, slots)} if has_snapshot else {}
     if neighbour is not None:  # the newest, and the one that is being written
@@ -124,7 +125,10 @@ def _in_groups(parameters: int, group: int, element_bytes: int, pin: Callable[[i
 
 
 def _pinned_per_requested(shape: ModelShape, layout: Layout, ranks: int) -> float:
-    """Return allocated over requested bytes when a rank pins its share of every matrix, one of `ranks`, by itself."""
+    """Return the ratio, at least 1, of allocated to requested bytes when a rank pins its part of each matrix by itself.
+
+    A part is 1 / `ranks` of a matrix.
+    """
     e = layout.element_bytes
     matrices = [math.prod(sizes) for _, sizes in shape.tensors if len(sizes) > 1]
     counts = [(shape.layers, size) for size in matrices] + [(2 - shape.tied, shape.hidden * shape.vocab)]

@@ -247,7 +247,7 @@ def _format_micro_batches(candidate: Candidate) -> str:
 
 
 def _fitting_candidates(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
-    """Return the recipe's candidates that fit the cluster. Raises PlanError as _rows_per_step() does."""
+    """Return the recipe's candidates that fit the cluster, or []. PlanError if batch.micro_batch does not match it."""
     candidates = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
     return [each for each in candidates if each.fits]
 
@@ -303,7 +303,10 @@ def _with_reference(
 
 
 def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
-    """Return the plan of a run of `steps` steps on this cluster; None when nothing fits or it cannot be planned."""
+    """Return the plan of a run of `steps` steps on this cluster; None when nothing fits or planning raises PlanError.
+
+    Unlike make() it counts no time for DPO's reference, and gives no reason for rounded tokens or waiting checkpoints.
+    """
     try:
         recipe, candidates = _make_candidates(recipe, cluster, shape)
     except PlanError:
@@ -325,14 +328,17 @@ def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list
 
 
 def _make_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
-    """Return what search.candidates_or_waiting does; PlanError for a bad precision or micro-batch."""
+    """Return (the recipe, all its candidates), the recipe with synchronous checkpoints if it fits only with them.
+
+    Raises PlanError when the cluster cannot run train.precision, or batch.micro_batch does not match it.
+    """
     return search.candidates_or_waiting(
         recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster)
     )
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
-    """Return the candidate that make() would choose; None when nothing fits or it cannot be planned."""
+    """Return the candidate that make() would choose; None when nothing fits or planning raises PlanError."""
     fitting = [each for each in list_candidates(recipe, cluster, shape) if each.fits]
     return search.best(fitting) if fitting else None
 

@@ -110,7 +110,7 @@ class Choices:
 
 
 def allowed_choices(recipe: Recipe) -> Choices:
-    """Return the values that the recipe leaves to the planner; a value that the recipe fixes is the only choice."""
+    """Return the values to try: what the recipe fixes, alone; for auto all but stage 0, NVMe, and what 4 bits bar."""
     zero = recipe.zero
     quantized = is_quantized(recipe)
     stages: tuple[int, ...] = (1, 2) if quantized else (1, 2, 3)
@@ -142,7 +142,7 @@ def relax_recipe(recipe: Recipe) -> Recipe:
 def candidates_or_waiting(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> tuple[Recipe, list[Candidate]]:
-    """Return (recipe, its candidates), fitting or not. Raises PlanError as candidates does.
+    """Return (recipe, its candidates), fitting or not. PlanError if batch.micro_batch does not fit the hosts.
 
     If none fits and the recipe does not set checkpoint.asynchronous, tries false, and returns that recipe with its
     candidates if one fits.
@@ -166,7 +166,7 @@ def as_planned(recipe: Recipe, asynchronous: bool) -> Recipe:
 
 
 def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> float:
-    """Return the seconds of a forward pass over one micro-batch of every rank; the slowest GPU counts."""
+    """Return the seconds of a forward pass over one micro-batch of every rank; the slowest GPU counts. Needs GPUs."""
     padded = dataclasses.replace(shape, vocab=shape.padded_vocab)
     return max(
         speed.forward_seconds(padded, dataclasses.replace(chosen.layout, micro_batch=rows), gpus.find(host.gpu or ""))
@@ -179,7 +179,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield a candidate for every combination that the recipe allows and DeepSpeed accepts, fitting or not.
 
-    Left to auto, parameters are not offloaded alone. Raises PlanError as given_micro_batches does.
+    Left to auto, parameters are not offloaded alone. Raises PlanError if batch.micro_batch does not match the hosts.
     """
     choices, fp32_gradients = allowed_choices(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
     has_varlen = cluster.is_cpu or (  # attention within documents by their bounds (train/batches.py)
@@ -390,7 +390,7 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
 
 
 def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the micro-batch of each host; None for auto. Raises PlanError when the recipe's keys do not match."""
+    """Return the micro-batch of each host; None for auto. Raises PlanError if batch.micro_batch's keys do not match."""
     wanted = recipe.batch.micro_batch
     if wanted == "auto":
         return None

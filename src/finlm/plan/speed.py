@@ -69,13 +69,13 @@ def micro_step_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
 
 
 def forward_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
-    """Return the seconds of the forward pass of one micro-batch without gradients."""
+    """Return the seconds of the forward pass of one micro-batch without gradients: the slower of GPU and host."""
     once = dataclasses.replace(layout, recompute="none")
     return max(_raw_seconds(shape, once, gpu, only_forward=True) / _scale(gpu), host_seconds(shape, once) / 3)
 
 
 def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -> float:
-    """Return the seconds in which a GPU generates `rows` answers, layout.generation_rows at a time.
+    """Return the seconds in which a GPU generates `rows` answers, layout.generation_rows (at least 1) at a time.
 
     Assumes answers as long as they may be, after prompts that fill the rest of a row. A token of a chunk takes the
     longest of three times (matrix products, reading the weights, small kernels), plus the time to read keys and values,
@@ -173,7 +173,10 @@ def _scored_tokens(layout: Layout) -> float:
 
 
 def _head_again(layout: Layout, only_forward: bool) -> int:
-    """Return how often the output head is multiplied beside the passes: for pairs 1, with adapters 2, else 0."""
+    """Return how often the output head is multiplied beside the passes: in training on pairs 1, with adapters 2.
+
+    0 in a forward pass alone, and where a row is one sequence.
+    """
     if layout.sequences == 1 or only_forward:
         return 0
     return 1 + (layout.trainable is not None)
