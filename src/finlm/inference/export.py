@@ -161,7 +161,7 @@ def _prove_training(reloaded: Any, trained: Trained) -> None:
 
 
 def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether values agree up to a share of the largest, 1e-4 in fp32, else 2e-2: sums may change their order."""
+    """Return whether values agree up to a share of the largest, 1e-4 in fp32, else 2e-2: sums may go in any order."""
     largest = float(expected.abs().max())
     share = 1e-4 if expected.dtype == torch.float32 else 2e-2
     return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=share * largest)
