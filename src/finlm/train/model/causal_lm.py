@@ -343,7 +343,10 @@ def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
 
 
 def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
-    """Return what spellings() returns for a tokenizer.json, by its extension.json; (0, []) without that file."""
+    """Return (number of ids before the extension, the old ids that spell each new piece) of a tokenizer.json.
+
+    Reads extension.json beside it; without that file returns (0, []).
+    """
     path = tokenizer.with_name("extension.json")
     if not path.is_file():
         return 0, []

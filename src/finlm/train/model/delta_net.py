@@ -128,9 +128,10 @@ class ConvolvesWithin(torch.nn.Module):
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Return silu of the causal convolution of x [batch, sequence, channels] within documents, as convolve() does.
+        """Return silu of the causal convolution of x [batch, sequence, channels] within documents, in the same shape.
 
-        `positions` [batch, sequence] are the tokens' positions in their documents; None: every row is a document.
+        The class's own forward takes channels before the sequence and applies no silu. `positions` [batch, sequence]
+        are the tokens' positions in their documents; None: every row is a document.
         """
         return convolve(x, self.weight[:, 0], positions)
 
@@ -189,8 +190,8 @@ class WithinDocuments(torch.nn.Module):
 def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Return silu of the causal convolution of x [batch, sequence, channels] by weight [channels, taps].
 
-    A token meets only tokens of its document: `positions` are the tokens' positions in it, [batch, sequence]; None:
-    every row is a document.
+    The result has the shape of x. A token meets only tokens of its document: `positions` are the tokens' positions in
+    it, [batch, sequence]; None: every row is a document.
     """
     taps, length = weight.shape[1], x.shape[1]
     padded = functional.pad(x, (0, 0, taps - 1, 0))  # once: compiled, padding is kept and not done again
@@ -333,7 +334,10 @@ def _chunks(bounds: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
 def _by_document(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
-    """Return delta_rule's output, computed by transformers' code in torch, a document at a time. Waits for `bounds`."""
+    """Return delta_rule's output [tokens, value heads, size], by transformers' code in torch, document after document.
+
+    Waits until `bounds` can be read.
+    """
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     rule = in_torch(modeling_qwen3_next.torch_chunk_gated_delta_rule)
@@ -361,7 +365,9 @@ def query_key_gradients(
     chunk_indices: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients (dq, dk, dw, dg) as flash-linear-attention's chunk_bwd_dqkwg does, in torch.
+    """Return the gradients (dq, dk, dw, dg) that flash-linear-attention's chunk_bwd_dqkwg returns, computed in torch.
+
+    dq and dk have the shape of q, dg that of g; dw is [1, tokens, value heads, key size].
 
     q and k are [1, tokens, key heads, size]. v, do and dv are [1, tokens, value heads, size]. h and dh, the states
     before each chunk and their gradients, are [1, chunks, value heads, size, size]. g, [1, tokens, value heads], is the

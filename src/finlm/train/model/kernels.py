@@ -419,7 +419,8 @@ def _compile(function: Any) -> Any:
 def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
     """Return half-open ranges (start, end) that cut the tokens into equal slices; the last may be shorter.
 
-    `row_bytes` is the bytes of a token's logits; those of a slice take about LOGITS_SLICE_BYTES[device] at most.
+    `row_bytes` is the bytes of a token's logits; those of a slice take about LOGITS_SLICE_BYTES[device] at most, but a
+    slice has at least one token. Raises ValueError for 0 tokens.
     """
     count = max(1, math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device]))
     size = math.ceil(tokens / count)

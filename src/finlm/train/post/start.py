@@ -325,7 +325,7 @@ def linear_log_probs(
 
     `hidden` is [batch, sequence, hidden], at the position whose next token the label is; `weight` is the head's, with
     padding from vocab_size on. The head only reads positions whose label counts: of a pair's tokens these are the
-    answers.
+    answers. Raises ValueError when no label counts.
     """
     counted = labels != IGNORED
     log_probs = LinearLogProbs.apply(  # type: ignore[no-untyped-call]
