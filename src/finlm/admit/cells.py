@@ -56,12 +56,12 @@ class Case:
 
     @functools.cached_property
     def plain(self) -> Any:
-        """The small model as transformers' class with eager attention; built once."""
+        """The small model as transformers' class with eager attention, in fp32 and training mode; built once."""
         return build(self.small, "eager")
 
     @functools.cached_property
     def expected(self) -> tuple[float, dict[str, torch.Tensor]]:
-        """(loss, gradients by parameter) of the plain model on batch()."""
+        """(summed loss, gradients of a hundredth of it by parameter) of the plain model on batch(); computed once."""
         inputs, labels = batch()
         logits = self.plain(input_ids=inputs, use_cache=False).logits.float()
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
@@ -83,7 +83,7 @@ def attention_of(config: Any) -> str:
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:
-    """Build a model in fp32 and training mode: weights of `like`, 0 in further rows, or random ones; seed torch."""
+    """Return an fp32 model in training mode with weights of `like`, 0 in further rows, or random ones; seed torch."""
     torch.manual_seed(0)
     model = causal_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def _gradients(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.T
 
 
 def _compare(actual: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
-    """Return what differs by more than rounding, the loss or a tensor's gradient; "" if nothing does."""
+    """Return how two results of _gradients() differ by more than rounding, or which padded rows learn; else ""."""
     if not abs(actual[0] - expected[0]) <= LOSS_TOLERANCE * abs(expected[0]):
         return f"loss {actual[0]:.6f}, transformers' {expected[0]:.6f}"
     if lost := sorted(expected[1].keys() - actual[1].keys()):
@@ -130,7 +130,7 @@ def _compare(actual: tuple[float, dict[str, torch.Tensor]], expected: tuple[floa
 
 
 def check_swap(case: Case, **changes: Any) -> str:
-    """Return how loss or gradients of case.swapped(**changes) differ from transformers' eager; "" if equal."""
+    """Return how case.swapped(**changes) differs from eager in loss or gradients; "" if equal. Resets torch._dynamo."""
     torch._dynamo.reset()
     # The compiler's code generator is not what differs by model, and takes half a minute a graph.
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -245,7 +245,7 @@ def check_small_parameters(case: Case) -> str:
 
 
 def check_activations(case: Case) -> str:
-    """Return the planned bytes of a layer and what autograd saves in bf16, if 5 % apart or more; else ""."""
+    """Return a sentence if the planned bytes of a layer and what autograd saves in bf16 are over 5 % apart; else ""."""
     config = copy.deepcopy(case.small)
     layers = len(case.plain.model.layers)
     sizes = [_count_saved_bytes(config, times) for times in (1, 2)]
@@ -317,7 +317,7 @@ def check_settings(case: Case) -> str:
 
 
 def find_wrong_keys(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong) for every key that finlm would train or plan wrongly with another value."""
+    """Yield (key, what is wrong or was raised) for each key of which finlm trains or plans another value wrongly."""
     for key, _, config in other_settings(case):
         try:
             other = make_case(config, case.row, case.recipe, case.plan)
@@ -441,7 +441,7 @@ def few_layers(config: Config, known: Config, pattern: int) -> Config:
 
 
 def _shrink_rope(rope: Config, pairs: int) -> Config:
-    """Return RoPE's parameters for `pairs` pairs of dimensions and an original length of ORIGINAL tokens."""
+    """Return a copy of RoPE's parameters with lists cut to `pairs` values and an original length of ORIGINAL tokens."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
     small = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}

@@ -67,7 +67,7 @@ DIALOGUE = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a type is admitted, the seconds it took, and what is wrong by cell, "" for a passed cell."""
+    """Whether every cell passed, the seconds that took, and what is wrong by cell, "" for a passed cell."""
 
     model_type: str
     admitted: bool
@@ -78,8 +78,8 @@ class Verdict:
 def admit(model: str) -> Verdict:
     """Run every cell on a model directory or model_type, print the table and return the verdict; takes minutes.
 
-    If a new type passes, writes its row to the user's model_types.json and says so on stderr. Switches transformers'
-    progress bars and warnings off. Raises UserError if it is no model, or has a structure that no cell can check.
+    If a type that is new to finlm passes, writes its row to the user's model_types.json and says so on stderr. Turns
+    transformers' progress bars and warnings off. UserError if it is no model, or of a structure that no cell can check.
     """
     began = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
@@ -157,8 +157,8 @@ def examine(
 ) -> Iterator[tuple[str, str]]:
     """Run every cell; yield its name with what is wrong, or "" if it passed.
 
-    `directory` is the model's, for the cell of its chat template, or None. Raises UserError when transformers rejects
-    the configuration.
+    The template's cell runs only if `directory` has a chat template. If no start model can be made, the first cell that
+    trains is wrong and the others are left out. Raises UserError when transformers rejects the configuration.
     """
     model_type = str(config["model_type"])
     with admitted(model_type, row), tempfile.TemporaryDirectory(prefix="finlm-admit-") as scratch:
@@ -337,7 +337,7 @@ def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
 
 
 def losses(run: RunDir) -> list[float]:
-    """Return the loss of every step, in order of steps; of a repeated step the last."""
+    """Return the loss of every step of the run's events, in order of steps; of a repeated step the last."""
     by_step = {row["step"]: row["loss"] for row in run.read_events("step")}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -417,7 +417,7 @@ def main() -> None:
 def fork_ranks(path: str, world_size: int) -> list[int]:
     """Fork the ranks of a run directory, wait for them, and return their exit codes by rank (negative: a signal).
 
-    They meet at a free port of 127.0.0.1. When a rank fails, the others are killed.
+    They meet at a free port of 127.0.0.1. When a rank fails, kills the others. Waits for any child of this process.
     """
     port = str(processes.free_port(0))
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "FINLM_HOST": "localhost"}

@@ -129,7 +129,7 @@ def _can_run(model_type: str, left_out: str) -> bool:
 
 
 def _measure(config: Any) -> dict[str, Any]:
-    """Return, as fields of TypeRecord, what an uncompiled bf16 layer saves for backward. Raises as _size() does."""
+    """Return bytes, norms and copies of a bf16 layer as fields of TypeRecord. UserError for a norm of unknown width."""
     config = copy.deepcopy(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd
@@ -142,11 +142,11 @@ def _measure(config: Any) -> dict[str, Any]:
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def note_width(name: str, given: Any) -> None:
-        """Add the width of a norm's input to `widths`."""
+        """Append the symbol of the width of a norm's input to `widths`. Raises UserError if there is none."""
         widths.append(_size(given[0].numel() // tokens, symbols, f"the input of {name}"))
 
     def note_attention(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        """Note whether the queries lie head by head, and call torch's attention."""
+        """Append to `first` whether the queries lie head by head, and return torch's attention."""
         first.append(not query.transpose(1, 2).is_contiguous())
         return attend(query, *arguments, **named)
 
@@ -198,12 +198,12 @@ def _scales(model_type: str) -> dict[str, int]:
 
 
 def _saved_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
-    """Return the bytes of each storage that `part` of a block saves when the block reads states, without weights."""
+    """Return the bytes of each storage but weights and `states` that `part` saves when its block reads the states."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), states)}
     forward, kept = part.forward, dict[int, int]()
 
     def note(*given: Any, **named: Any) -> Any:
-        """Run the part's own forward and note what it saves."""
+        """Run the part's own forward, add what it saves to `kept`, and return its output."""
         with collect_saved(left_out) as saved:
             out = forward(*given, **named)
         kept.update(saved)
@@ -230,7 +230,7 @@ def collect_saved(left_out: Set[int]) -> Iterator[dict[int, int]]:
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor's storage and return the tensor without its graph."""
+        """Add a tensor's storage to `saved` unless left out; return the tensor without its graph."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in left_out:
             saved[storage.data_ptr()] = storage.nbytes()
@@ -250,7 +250,7 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
     """Return (layer, outer, switches) of a TypeRecord; changes `plain` meanwhile and restores it.
 
     These are the tensors' sizes within and outside layers, and {key: tensors that it adds, None for those it removes}.
-    Raises UserError as _tensors() does, and then leaves `plain` changed.
+    If the plain model does not fit finlm's swaps, raises UserError and leaves `plain` changed.
     """
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
@@ -333,10 +333,10 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
 
 
 def _other_layers(model_type: str, names: Set[str]) -> Iterator[dict[str, list[str] | None]]:
-    """Yield {tensor: sizes} of dense layers in a model of experts, then of layers of linear attention.
+    """Yield two dicts, {tensor: sizes as symbols}: of dense layers in a model of experts, and of linear attention.
 
-    Yields {} where the type has no such layers. Sizes are None for those of `names` that such a layer lacks. Raises
-    UserError as _tensors() does.
+    A dict is {} if the type has no such layers. Sizes are None for those of `names` that such a layer lacks. Raises
+    UserError if finlm's swaps do not fit, or for a size that no expression gives.
     """
     known = CONFIG_MAPPING[model_type]().to_dict()
     linear = {"layer_types": [traits.LINEAR] * 2} if traits.LINEAR in (known.get("layer_types") or ()) else {}
@@ -352,7 +352,7 @@ def _other_layers(model_type: str, names: Set[str]) -> Iterator[dict[str, list[s
 
 
 def _buffers(config: Any) -> list[str]:
-    """Return the sorted names of the buffers that a layer's state_dict has."""
+    """Return the sorted names of the buffers in the first layer's state_dict."""
     with torch.device("meta"):
         layer = AutoModelForCausalLM.from_config(config).model.layers[0]
     return sorted(layer.state_dict().keys() - dict(layer.named_parameters()).keys())
@@ -372,9 +372,9 @@ def _symbols(config: Any) -> dict[str, int]:
 
 
 def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]], list[list[str]]]:
-    """Return ({tensor: sizes} of a layer, [sizes of each tensor outside]).
+    """Return ({tensor: sizes as symbols} of a layer, [such sizes] of tensors outside layers, embedding and head).
 
-    Raises UserError if finlm's swaps do not fit.
+    Raises UserError if finlm's swaps do not fit, or for a size that no expression gives.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -412,7 +412,7 @@ def _size(number: int, symbols: dict[str, int], name: str) -> str:
 
 
 def _defaults(model_type: str, other: Any) -> dict[str, object]:
-    """Return {key of FIELDS: the class's default when config.json lacks it}; None if it follows from other keys."""
+    """Return {key of FIELDS: the class's default, None if it follows from other keys}; RoPE is the config `other`'s."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
     defaults: dict[str, object] = {}

@@ -71,7 +71,10 @@ class Page:
 
 
 def render(page: Page, board: Board, lang: str, csrf: str) -> str:
-    """Return the page as HTML in this language, "en" or "zh"; `csrf` goes into it only if actions are allowed."""
+    """Return the page as HTML in this language, "en" or "zh".
+
+    `csrf`, the secret that forms send back, goes into it only if actions are allowed.
+    """
     made = environment(lang)
     return made.get_template(page.template).render(
         page.values,
@@ -143,7 +146,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=12)
 def _history(path: Path, mark: tuple[tuple[int, int], ...]) -> History:
-    """Return the history of the run at `path`, cached for this `mark`, which changes with its files (_mark)."""
+    """Return the history of the run at `path`; cached while `mark`, its files' _sizes_and_times, is the same."""
     return history.read_history(RunDir(path))
 
 
@@ -188,7 +191,10 @@ def runs(board: Board, wanted: str) -> Page:
 
 
 def run(board: Board, name: str, lang: str) -> Page:
-    """Return the page of a run: its report as of now. Raises Missing, and DAMAGED for files that are not finlm's."""
+    """Return the page of a run: its report as of now, in this language what diagnose finds if it failed or was killed.
+
+    Raises Missing for an unknown run, and one of DAMAGED for files that are not finlm's.
+    """
     found = find_run(board, name)
     read = _history(found.path, _sizes_and_times(found))
     state = history.state(found, read)
@@ -207,7 +213,7 @@ def run(board: Board, name: str, lang: str) -> Page:
 
 
 def _seconds_left(run: RunDir) -> float | None:
-    """Return the seconds to the last step predicted from the last step events; None without a plan or prediction."""
+    """Return the predicted seconds to the last step; None for a damaged plan, or with fewer than three steps."""
     try:
         state = live.State(Plan.read(run.plan))
     except UserError:
@@ -265,7 +271,8 @@ def report_of(found: RunDir) -> Path | None:
 def compare(board: Board, names: Sequence[str]) -> Page:
     """Return the page of runs side by side; for two runs also with the differences of their recipes.
 
-    Raises Missing, DAMAGED, and UserError for fewer than two runs, too many, or the same run twice.
+    Raises Missing for an unknown run, one of DAMAGED for files that are not finlm's, and UserError for fewer than two
+    runs, more than six, or the same run twice.
     """
     found = [find_run(board, name) for name in names]
     if len(found) < 2:
@@ -280,7 +287,7 @@ def compare(board: Board, names: Sequence[str]) -> Page:
 
 
 def _recipes() -> dict[str, Path]:
-    """Return {name: recipe file}, without links that lead out of the folder of recipes."""
+    """Return {recipes/<family>/<stage>.yaml: file}, without links that lead out of the folder of recipes."""
     known = parents.list_recipes()
     return {name: path for name, path in known.items() if path.resolve().is_relative_to(path.parent.parent.resolve())}
 
@@ -294,7 +301,7 @@ def find_recipe(name: str) -> Path:
 
 
 def recipes(board: Board) -> Page:
-    """Return the page of all recipes, by family."""
+    """Return the page of all recipes, by family; the board has no part in it."""
     families: dict[str, list[str]] = {}
     for name in _recipes():
         families.setdefault(name.split("/")[1], []).append(name)
@@ -314,7 +321,10 @@ class Wanted:
 
     @classmethod
     def read(cls, board: Board, name: str, ask: Mapping[str, str]) -> Wanted:
-        """Return what the parameters `ask` of a request say about the recipe `name`."""
+        """Return what the parameters `ask` of a request say about the recipe `name`.
+
+        Reads `set` (KEY=VALUE, a line each), `on` ("local", "hostfile" or else the recipe's hardware) and `gpu`.
+        """
         lines = tuple(line.strip() for line in ask.get("set", "").splitlines() if line.strip())
         local, hostfile = ask.get("on") == "local", board.hostfile if ask.get("on") == "hostfile" else None
         return cls(name, lines, ask.get("gpu", "").strip() or None, local, hostfile, dict(ask))
@@ -327,7 +337,7 @@ class Wanted:
 def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
     """Return the page of a recipe: its text with secrets redacted, and the form that forks it.
 
-    `ask` has the request's parameters. Raises Missing if there is no such recipe.
+    `ask` has the request's parameters, which fill in the form. Raises Missing if there is no such recipe.
     """
     path = find_recipe(name)
     text = redact_text(path.read_text("utf-8", "replace"))
@@ -338,6 +348,7 @@ def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
 def plan(board: Board, ask: Mapping[str, str]) -> Page:
     """Return the page of what `finlm plan` prints for a recipe with the form's values; plans one request at a time.
 
+    `ask` has the name under `recipe`, and what Wanted.read() reads.
     Raises Missing for an unknown recipe, and UserError for values that cannot be used or planned.
     """
     wanted = Wanted.read(board, ask.get("recipe", ""), ask)
@@ -358,8 +369,9 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 
 
 def diff(board: Board, one: str, other: str) -> Page:
-    """Return the page of the differences of two recipes and of their plans; without any until both are named.
+    """Return the page of the differences of two recipes and of their plans; `one` and `other` are their names.
 
+    Without differences while one of them is "", not yet chosen. Waits for other requests that plan.
     Raises Missing for an unknown recipe, and UserError for a recipe that cannot be used.
     """
     names = list(_recipes())

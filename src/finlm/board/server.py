@@ -181,6 +181,7 @@ class _Site:
     """The handlers of all requests, by the settings, and the models that chat."""
 
     def __init__(self, settings: Settings) -> None:
+        """Keep the settings; no model is loaded yet."""
         self.settings = settings
         self.talk = Talk()
 
@@ -262,9 +263,9 @@ class _Site:
         """
 
         def answer(request: Request) -> Response:
-            """Return the rendered page: 200, or the error page of a UserError (422.
+            """Return the rendered page with status 200; for a UserError its error page with 422.
 
-            200 where a browser asks for a part).
+            If the query has `part`, as board.js asks for it, the error page has 200 too.
             """
             lang = self._lang(request)
             ask = Asked(request, lang)
@@ -295,7 +296,7 @@ class _Site:
         return asked if asked in ("en", "zh") else self.settings.lang
 
     def show_refusal(self, request: Request, error: Exception) -> Response:
-        """Return the error page of an HTTPException, with its status."""
+        """Return the error page of `error`, which must be an HTTPException, with its status."""
         assert isinstance(error, HTTPException)
         made = pages.problem(
             UserError(f"{error.status_code} {HTTPStatus(error.status_code).phrase}", evidence=error.detail)
@@ -331,7 +332,7 @@ class _Site:
     async def fork(self, request: Request) -> Response:
         """Save a fork of a recipe by the posted form; return JSON {"path"}, or {"problem"} if it was not saved.
 
-        An unknown recipe gives status 404.
+        The form has recipe, name and set, as save_fork() reads them. An unknown recipe gives status 404.
         """
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
         return await self._act(request, lambda: {"path": save_fork(self.settings.board, form)})
@@ -339,7 +340,7 @@ class _Site:
     async def answer(self, request: Request) -> Response:
         """Return a model's answer to the posted conversation as JSON {"text"}, or {"problem"} if there is none.
 
-        Loads the model in a thread if it is not the last one that was used.
+        Loads the model in a thread if it is not the last one that was used. An unknown run gives status 404.
         """
         body, name = await request.body(), request.path_params["name"]
         return await self._act(request, lambda: {"text": self.talk.answer(self.settings.board, name, body)})
@@ -377,7 +378,8 @@ _TEMPERATURE, _TOKENS = 0.7, 256
 def save_fork(board: pages.Board, form: Mapping[str, str]) -> str:
     """Write recipes/NAME/<file>, a fork of the form's recipe with its values, and return the path.
 
-    Raises Missing for an unknown recipe, UserError for an invalid or taken name or bad values.
+    `form` has `recipe`, `name` and, in `set`, lines KEY=VALUE. Raises Missing for an unknown recipe, UserError for an
+    invalid or taken name or bad values.
     """
     wanted = pages.Wanted.read(board, form.get("recipe", ""), form)
     pages.find_recipe(wanted.name)
@@ -394,11 +396,11 @@ class Talk:
         self._talker: Talker | None = None
 
     def answer(self, board: pages.Board, name: str, body: bytes) -> str:
-        """Return the model's answer to the conversation in `body`.
+        """Return the model's answer to the conversation in `body`, JSON {"messages": [{"role", "content"}, ...]}.
 
-        Without a chat template, a continuation of its last message. Loads the exported model of the run `name` if
-        needed. Raises Missing for an unknown run, and UserError for a body without a conversation or a model that
-        cannot be opened or cannot answer.
+        Without a chat template, a continuation of its last message. Loads the exported model of the run `name`, unless
+        it chatted last. Waits for other answers. Raises Missing for an unknown run, and UserError for a body without a
+        conversation or a model that cannot be opened or cannot answer.
         """
         run, messages = pages.find_run(board, name), _messages(body)
         with self._lock:
@@ -419,9 +421,9 @@ class Talk:
 
 
 def _messages(body: bytes) -> list[dict[str, str]]:
-    """Return [{role, content}] of a JSON request body.
+    """Return [{role, content}] of a JSON request body {"messages": [...]}.
 
-    Raises UserError for no messages, roles other than user and assistant, or an empty last message.
+    Raises UserError for other JSON, no messages, roles other than user and assistant, or an empty last message.
     """
     try:
         sent: Any = orjson.loads(body)

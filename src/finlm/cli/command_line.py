@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and keep the words for error()."""
+        """Return (options, unknown words) as argparse does, and keep the words for error(), which a bad one calls."""
         self._given = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -142,8 +142,8 @@ def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of doctor: the hostfile's, else those of to_plan.
 
-    Without --gpu, asks the hostfile's hosts for their GPU kinds over ssh. Declares GPU kinds as to_plan does. Raises
-    UserError for a hostfile that cannot be used.
+    Without --gpu, asks the hostfile's hosts for their GPU kinds over ssh. Declares the GPU kinds that --calibrate
+    measured. Raises UserError for a hostfile that cannot be used.
     """
     from finlm.doctor import gpus
 
@@ -157,8 +157,9 @@ def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of train: the hostfile's, which are asked for their GPUs, else this machine.
 
-    Declares GPU kinds as to_plan does. Hosts are not asked with --print. Raises UserError when a host does not answer,
-    when the hostfile cannot be used, or when --include, --exclude or --gpu are given without a hostfile.
+    Declares the GPU kinds that the options describe or --calibrate measured. With --gpu, hosts must only answer. With
+    --print they are not asked, and their kinds must be known. Raises UserError when a host does not answer, when the
+    hostfile cannot be used, or when --include, --exclude or --gpu are given without a hostfile.
     """
     from finlm.doctor import gather, gpus
     from finlm.recipe import cluster
@@ -219,7 +220,7 @@ def _load(
 
 
 def _declare_kinds(options: argparse.Namespace) -> None:
-    """Declare the GPU kinds that `finlm plan --calibrate` measured or that options describe. Raises UserError."""
+    """Declare, for this process, the GPU kinds that --calibrate measured or that options describe. Raises UserError."""
     from finlm.plan import gpus
 
     gpus.declare_calibrated()
@@ -359,7 +360,7 @@ def _how_to_make(path: Path, text: str) -> str:
 def recipe_or_run(text: str | Path) -> Path:
     """Return the path of a recipe or run directory by its short name; a recipe comes before a run of the same name.
 
-    Raises UserError if there is neither.
+    A recipe.yaml in a run gives the run's directory. Raises UserError if there is neither.
     """
     try:
         path = recipe_file(text)

@@ -222,7 +222,7 @@ def _sync(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    """Run `finlm eval`: measure perplexity, or ask a suite's questions, and print the result. Return 0.
+    """Run `finlm eval`: measure perplexity, or ask a suite's questions, and print the result (--json too). Return 0.
 
     With --write-lm-eval only writes the task's files and prints their path. Raises UserError for options that do not go
     together.
@@ -315,7 +315,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _read_tools(path: Path) -> templates.Tools:
-    """Return the functions that a JSON file lists (see templates.read_tools). Raises UserError when it lists none."""
+    """Return the functions that a JSON file lists. Raises UserError if it lists none or is not JSON; OSError."""
     from finlm.dialogues import templates
 
     try:
@@ -406,7 +406,7 @@ def _verify_resume(options: argparse.Namespace) -> int:
 
 
 def _print_comparison(comparison: Comparison, one: Path | str, other: Path | str, as_json: bool) -> int:
-    """Print the comparison, also as JSON when as_json; return 0 when the runs are equal, else 1."""
+    """Print the comparison of the runs `one` and `other`, and JSON if as_json; return 0 if they are equal, else 1."""
     from finlm.record import compare
 
     for line in compare.format_comparison(comparison, (str(one), str(other))):

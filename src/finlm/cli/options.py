@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_data(add: _Add) -> None:
-    """Add the commands prepare, self-qa and lint."""
+    """Add the commands prepare, self-qa and lint, each by add(name, help=...)."""
     option = add("prepare", help="clean, deduplicate and tokenize documents; reuses unchanged results").add_argument
     _recipe_options(option)
     option("--show", type=_whole_number(0), default=0, metavar="N", help="print the first N rows of the run as text")
@@ -54,7 +54,7 @@ def _add_data(add: _Add) -> None:
 
 
 def _add_recipes(add: _Add) -> None:
-    """Add the commands new, diff and plan."""
+    """Add the commands new, diff and plan, each by add(name, help=...)."""
     command = add("new", help="write a new recipe: a fork of another one, or for a given model")
     option = command.add_argument
     option("name", help="name of the recipe and its folder, e.g. wider")
@@ -99,7 +99,7 @@ def _add_recipes(add: _Add) -> None:
 
 
 def _add_hosts(add: _Add) -> None:
-    """Add the commands doctor and diagnose."""
+    """Add the commands doctor and diagnose, each by add(name, help=...)."""
     command = add("doctor", help="check that every host, or this machine, can run a recipe")
     option = command.add_argument
     _recipe_options(option, nargs="?", default="recipes/quickstart/pretrain.yaml")
@@ -118,7 +118,7 @@ def _add_hosts(add: _Add) -> None:
 
 
 def _add_training(add: _Add) -> None:
-    """Add the commands train and sync."""
+    """Add the commands train and sync, each by add(name, help=...)."""
     command = add("train", help="train a recipe, from raw text to report; resumes an unfinished run")
     option = command.add_argument
     _recipe_options(option)
@@ -162,7 +162,7 @@ def _add_training(add: _Add) -> None:
 
 
 def _add_drill(add: _Add) -> None:
-    """Add the command drill."""
+    """Add the command drill, by add(name, help=...)."""
     option = add("drill", help="inject faults into a run of a recipe and measure how it recovers").add_argument
     _recipe_options(option)
     option("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt, else this machine")
@@ -179,7 +179,7 @@ def _add_drill(add: _Add) -> None:
 
 
 def _add_evaluation(add: _Add) -> None:
-    """Add the command eval."""
+    """Add the command eval, by add(name, help=...)."""
     option = add("eval", help="measure held-out perplexity, or accuracy on multiple-choice questions").add_argument
     option("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     suites = ("perplexity", "exam", "recall", "financeiq", "ceval", "fineval", "cflue", "cflue-tasks")
@@ -213,7 +213,7 @@ def _add_evaluation(add: _Add) -> None:
 
 
 def _add_attempts(add: _Add) -> None:
-    """Add the command attempt."""
+    """Add the command attempt, by add(name, help=...)."""
     option = add("attempt", help="sample answers to a GRPO recipe's prompts: pass@k, maj@k, SFT data").add_argument
     _recipe_options(option)
     option("--model", type=Path, help="run, export or model directory; default: the model at self_qa.endpoint")
@@ -226,7 +226,7 @@ def _add_attempts(add: _Add) -> None:
 
 
 def _add_models(add: _Add) -> None:
-    """Add the commands admit, export, import-gguf, chat, serve and sample."""
+    """Add the commands admit, export, import-gguf, chat, serve and sample, each by add(name, help=...)."""
     option = add("admit", help="test that finlm trains a model type as transformers does; admit it").add_argument
     option("model", help="directory with config.json, or a model_type such as qwen3")
     option("--json", action="store_true", help="print the verdict as JSON on stdout")
@@ -270,7 +270,7 @@ def _add_models(add: _Add) -> None:
 
 
 def _add_runs(add: _Add) -> None:
-    """Add the commands runs, board, watch, compare, reproduce, verify-resume, track and report."""
+    """Add the commands runs, board, watch, compare, reproduce, verify-resume, track and report by add(name, ...)."""
     option = add("runs", help="list runs: state, step, loss, speed, recipe, parent").add_argument
     option("--runs", type=Path, default=Path("runs"), help="directory of runs (default: %(default)s)")
     option("--json", action="store_true", help="print the runs as JSON on stdout")
@@ -311,7 +311,7 @@ def _add_runs(add: _Add) -> None:
 
 
 def _add_board(add: _Add) -> None:
-    """Add the command board."""
+    """Add the command board, by add(name, help=...)."""
     option = add("board", help="show runs, recipes and hosts in the browser; read-only").add_argument
     option("--runs", type=Path, default=Path("runs"), help="directory of runs (default: %(default)s)")
     option("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt")
@@ -325,7 +325,7 @@ def _add_board(add: _Add) -> None:
 
 
 def _recipe_options(option: _Option, **positional: Any) -> None:
-    """Add the recipe and --set to a command; `positional` has more arguments for the recipe, such as nargs."""
+    """Add the recipe and --set by `option`, a command's add_argument; `positional` goes to the recipe, as nargs."""
     option("recipe", help="recipes/<family>/<stage>.yaml, a folder, or a name such as quickstart", **positional)
     option("--set", action="append", default=[], metavar="a.b=VALUE", help="override a key; repeatable")
 
@@ -374,6 +374,7 @@ class _Version(argparse.Action):
     """The action of --version: print the version, which is read only now, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print the version to stdout and exit with code 0."""
         from finlm.record import manifest
 
         screen.write(f"{parser.prog} {manifest.version()}\n")
@@ -384,6 +385,7 @@ class _Completion(argparse.Action):
     """The action of --print-completion: print the shell's completion script, generated from all options, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, __: Any = None) -> NoReturn:
+        """Print the completion script for `shell`, "bash" or "zsh", to stdout and exit with code 0."""
         import shtab
 
         for command in subcommands(parser):
@@ -395,6 +397,6 @@ class _Completion(argparse.Action):
 
 
 def subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Return the parsers of all commands."""
+    """Return the parsers of all commands of finlm's parser. Raises ValueError for a parser without commands."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return list(commands.choices.values())

@@ -375,7 +375,7 @@ def _load_recipe_or_run(path: Path) -> Loaded:
 
 
 def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
-    """Return the plan stored in a run directory, or the plan of a recipe for the hosts of the options."""
+    """Return the plan stored in a run directory, or a recipe's plan for the options' hosts. Raises UserError."""
     from finlm.plan.plan import Plan
 
     if path.is_dir():

@@ -51,12 +51,13 @@ class Difference:
     b: Any
 
     def __str__(self) -> str:
+        """Return "SECTION: FIELD: A | B", with each value cut at 60 characters."""
         return f"{self.section}: {self.field}: {_short(self.a)} | {_short(self.b)}"
 
 
 @dataclass(frozen=True)
 class Ends:
-    """A run's last results: the newest held-out loss in nats per token, median tokens/s; None if not recorded."""
+    """A run's newest held-out loss over all sources in nats per token, and its median tokens/s; None if unknown."""
 
     held_out: float | None
     tokens_per_second: float | None
@@ -83,11 +84,11 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first field that differs, else the first step that does; None when the runs are equal."""
+        """The first field that differs, else the first step whose rows, else whose losses differ; None if equal."""
         return self.fields[0] if self.fields else self.rows or self.curve
 
     def to_json(self) -> dict[str, object]:
-        """Return the document of `compare --json`."""
+        """Return the document of `compare --json`; "steps" are the numbers of steps with a loss in both runs."""
         return {
             "equal": self.equal,
             "first_difference": asdict(self.first) if self.first else None,
@@ -124,8 +125,9 @@ def compare(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
 def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[str, Any]) -> str:
     """Return why two runs need not have the same losses to the last bit; "" if their records promise it.
 
-    `a` is the first run, whose plan and recipe count. `differences` are those of the runs' fields. `starts` has the
-    last `start` event of each run, {} for a run without any.
+    Any of `differences`, those of the runs' fields, is a reason; one of packages only if the package computes losses.
+    So are GPUs without train.deterministic in the plan and recipe of `a`, the first run, and CPU kernels that are not
+    recorded. `starts` has the last `start` event of each run, {} for a run without any.
     """
     for difference in differences:
         if difference.section != "packages" or _NUMERIC.fullmatch(difference.field):
@@ -138,8 +140,9 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
 
 
 def list_differences(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences of recipe, data, code, plan, packages, hardware and environment, with secrets redacted.
+    """Yield the differences of recipe, data, code, plan, packages, hardware and environment, in this order.
 
+    Secrets among the recipe's values are redacted; the other files have none.
     `starts` has the last `start` event of run `a` and of run `b`, whose CPU kernels are compared as hardware. Missing
     or damaged files count as empty.
     """
@@ -194,7 +197,7 @@ def first_other_rows(a: History, b: History) -> Difference | None:
 
 
 def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[str]:
-    """Return the comparison as lines for a person, with sparklines of both losses; `names` are the runs' names."""
+    """Return the comparison as lines for a person: at most 8 fields, last results, sparklines under the runs' names."""
     lines = []
     if comparison.fields:
         lines.append(f"first difference   {comparison.fields[0]}")
@@ -241,7 +244,10 @@ def format_losses(curve: Difference) -> str:
 
 
 def _recipe(run: RunDir) -> Mapping[str, Any]:
-    """Return {key: value} of the recipe values that may change a loss, with the plan's decisions in place of auto."""
+    """Return {key: value} of the recipe values that may change a loss, with the plan's decisions in place of auto.
+
+    An invalid recipe gives the values that are written in it, a missing one none.
+    """
     values = manifests.recipe_values(run) or manifests.unchecked_recipe_values(run)
     decided = {
         key: value for key, value in decided_keys(history.read_object(run.plan)).items() if values.get(key) == "auto"
@@ -256,7 +262,11 @@ def _file(item: Mapping[str, Any]) -> str:
 
 
 def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
-    """Yield a Difference for each file of code/ that differs, then for the commits; none if the code hashes agree."""
+    """Yield a Difference for each file of code/ that differs, then for the commits; none if the code hashes agree.
+
+    Reads the files of both runs; the values are the first 12 hex digits of their sha256. `one` and `other` are the
+    records of the code of `a` and `b`.
+    """
     if one.code_sha256 == other.code_sha256:
         return
     hashes = [{path.relative_to(run.code).as_posix(): path for path in Path(run.code).rglob("*.py")} for run in (a, b)]

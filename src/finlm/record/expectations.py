@@ -98,7 +98,11 @@ def check_expectations(run: RunDir, expect: Expect) -> Outcome:
 
 
 def _check_values(read: History, expect: Expect) -> Iterator[Checked]:
-    """Yield a Checked for every number that expect: promises, with the run's value from its history."""
+    """Yield a Checked for every number that expect: promises, with the run's value from its history.
+
+    `before` is compared with the evaluation at step 0, the other held-out values with the last one, suites with their
+    results at the run's last step.
+    """
     losses = dict(read.points("loss"))
     for step, loss in expect.loss.items():
         yield _check_number(f"training loss at step {step:,}", loss, losses.get(step), expect.tolerance)
@@ -150,6 +154,7 @@ class Prediction:
     speed_error: float | None
 
     def __str__(self) -> str:
+        """Return planned and measured values and their errors in percent as text; "nothing to compare" without."""
         parts = []
         if self.bytes_error is not None:
             planned, measured = format_bytes(self.planned_bytes or 0), format_bytes(self.measured_bytes or 0)
@@ -183,8 +188,8 @@ def record_prediction(run: RunDir) -> None:
     """Append a `prediction` event that compares plan and measured steps; save the GPU's speed for later plans.
 
     Uses only the steps after the last out-of-memory restart; does nothing if there are none. If the speed cannot be
-    saved, prints a warning to stderr. Raises FileNotFoundError if plan.json is missing, and UserError if plan or recipe
-    are damaged, of another version, or name an unknown GPU kind.
+    saved, prints a warning to stderr. Raises FileNotFoundError if plan.json is missing. Raises UserError if plan or
+    recipe are damaged, of another version, or name an unknown GPU kind.
     """
     steps: list[Row] = []
     for row in run.read_events():
@@ -210,7 +215,7 @@ def _error(planned: float | None, measured: float | None) -> float | None:
 
 
 def next_commands(run: RunDir, stage: str) -> list[str]:
-    """Return finlm's arguments, a text a command, to try next with the model of a finished run of this stage."""
+    """Return the commands to try next with the model of a finished run of this stage, as texts without `finlm`."""
     path = screen.relative(run.path)
     if stage == "reward":  # it says how good a text is, and writes none
         return [f"report {path}", f"train RECIPE --set grpo.reward={path}   {translate('# a recipe of stage grpo')}"]

@@ -87,7 +87,7 @@ class History:
         return [value for value in self.steps[key][start:] if value is not None]
 
     def median(self, key: str, start: int = 0) -> float | None:
-        """Return the median of a key of the step events, from index `start` on; None without values."""
+        """Return the median of what values(key, start) returns; None if that is empty."""
         values = self.values(key, start)
         return statistics.median(values) if values else None
 
@@ -392,7 +392,8 @@ class Listed:
 def state(run: RunDir, history: History, *, ended: bool = False) -> str:
     """Return a run's state: running, finished, interrupted, failed, killed or not started.
 
-    Killed means that it ended without an end event. `ended`: the caller knows that no process of the run is left.
+    An end event gives its status. Without one: failed if the caller says that it `ended`; running while its lock is
+    held; killed if this machine's lock is free; of another machine running, and failed 15 minutes after the last event.
     """
     if history.end is not None:
         return str(history.end.get("status", "failed"))

@@ -101,12 +101,15 @@ class State:
         return statistics.median(values) if values else None
 
     def line(self, now: float) -> str:
-        """Return step, loss, speed and predicted end as one line of text. `now` is in Unix seconds."""
+        """Return step, loss, speed and predicted end as one line of text; before the first step the phase instead.
+
+        `now` is in Unix seconds.
+        """
         values = [self.phase] if self.phase else [f"{name} {value}" for name, value in self._short(now)]
         return "  ".join([f"step {self.step:,}/{self.plan.steps:,}", *values])
 
     def _short(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield (name, value as text) for the line: loss, lr, tokens/s, MFU, memory, end, as far as they are known."""
+        """Yield (name, value as text) for line(): always loss and tokens/s, and lr, MFU, memory and end if known."""
         last = self.recent[-1] if self.recent else {}
         yield "loss", _number(last.get("loss"), ".4f")
         if last.get("lr") is not None:
@@ -120,7 +123,10 @@ class State:
             yield "ends", f"{_clock(now + self.left, now)} (in {format_duration(self.left)})"
 
     def board(self, now: float) -> list[tuple[str, str]]:
-        """Return (name, value as text) for every line of the view on a terminal. `now` is in Unix seconds."""
+        """Return (name, value as text) for the lines of the view on a terminal; only what is known has a line.
+
+        `now` is in Unix seconds.
+        """
         last = self.recent[-1] if self.recent else {}
         rows = [("step", f"{self.step:,} of {self.plan.steps:,}   {self.phase}".rstrip())]
         if self.losses:
@@ -187,7 +193,8 @@ class View:
     def feed(self, row: Row, quiet: bool = False) -> None:
         """Update the state by an event and print the line about it, if any.
 
-        Without a board also prints a line at some steps. `quiet` means that the event is an old one: prints nothing.
+        Without a board also prints a line at the first step, at each tenth of the run and after a minute without one.
+        `quiet` means that the event is an old one: prints nothing.
         """
         sentence = self.state.feed(row)
         if quiet:
@@ -229,9 +236,10 @@ def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
 
 
 def watch(run: RunDir) -> int:
-    """Show a run until it ends, through its restarts; return 0 if it finished, else 1. Ctrl-C leaves the run running.
+    """Show a run on stdout until it ends, through its restarts; return 0 if it finished, else 1.
 
-    Also returns 0 when nobody reads stdout any more. Raises UserError as Plan.read() does.
+    Also returns 0 when nobody reads stdout any more. Ctrl-C leaves the run running. Raises UserError for a damaged
+    plan.json, and OSError if there is none.
     """
     with show_run(Plan.read(run.plan), is_result=True) as view:
         for number, rows in enumerate(until_over(run, view.state)):
@@ -253,8 +261,8 @@ def watch(run: RunDir) -> int:
 def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
     """Yield lists of the run's new events, every half second, until the run is over; the caller feeds them to `state`.
 
-    The first list has all events so far. A failed run is over when two looks in a row see no process with its lock:
-    `finlm train` may be about to start it again.
+    The first list has all events so far. A finished run is over at once. Any other is over when two looks in a row see
+    none of its processes: `finlm train` may be about to start it again.
     """
     looks, seen = follow(run, 0), 0
     yield next(looks)
@@ -268,7 +276,7 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
     """Yield, at each next(), the list of events added to events.jsonl since byte `offset` or the last next().
 
     Never ends and never waits: yields [] when there is no file or no new complete line. An unfinished last line is left
-    for later.
+    for later, a line that is not JSON is skipped.
     """
     while True:
         block = b""
@@ -282,7 +290,11 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
 
 
 def _is_over(run: RunDir, state: State) -> bool:
-    """Return whether the run ended, or is quiet and was started here, and no process here holds its lock."""
+    """Return whether no process of the run is left.
+
+    With an end event that is so unless its lock is held here. Without one it is so if the last event is over 20 s old
+    and the run was started on this machine, where its lock is free.
+    """
     if state.end is not None:
         return not is_held(run)
     is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS

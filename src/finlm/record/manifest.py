@@ -189,9 +189,9 @@ def make(
 ) -> Manifest:
     """Return the manifest of a run that is about to start; runs git and nvidia-smi and lists the installed packages.
 
-    `shards` is the directory of prepared data, or None. `facts` maps host names to what doctor saw of them. `command`
-    and `environment` default to this process's; credentials in them are replaced. Raises NotJson for damaged manifests
-    of the shards or the start model.
+    `shards` is the directory of prepared data, or None. `facts` maps host names to fields of HostRecord that doctor
+    saw. `command` and `environment` default to this process's; credentials in them are replaced. Raises NotJson for
+    damaged manifests of the shards or the start model.
     """
     start = parents.start_of(recipe)
     return Manifest(
@@ -251,7 +251,7 @@ def copy_code(destination: Path) -> str:
 def copy_rewards(recipe: Recipe, run: RunDir) -> None:
     """Copy the files of grpo.reward's functions into the run, rewards/<sha256>.py; do nothing without any.
 
-    Raises UserError for a file that has changed since the recipe was loaded.
+    Raises UserError for a file that has changed since the recipe was loaded, and OSError if it is gone.
     """
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "function":
@@ -280,7 +280,7 @@ def _source_files() -> list[Path]:
 
 
 def git_state(directory: Path) -> Git | None:
-    """Return commit, remote and uncommitted changes of the checkout; None if no checkout tracks the directory."""
+    """Return the Git of the checkout that a package's directory lies in; None if none tracks its __init__.py."""
     tracked = _git(directory, "ls-files", "--error-unmatch", "__init__.py")
     commit = _git(directory, "rev-parse", "HEAD")
     if tracked is None or commit is None:  # a venv inside somebody else's checkout is not our history

@@ -50,7 +50,7 @@ class Tracker:
 
 
 def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
-    """Open event files in <run>/tracking/tensorboard, removing older ones, and return the Tracker."""
+    """Open event files in <run>/tracking/tensorboard, removing older ones, and return the Tracker; reads no recipe."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -70,7 +70,8 @@ def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
 def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
     """Open W&B on line with record.online, else off line in <run>/tracking/wandb for `wandb sync`; return the Tracker.
 
-    Off line, removes old files of this run. Raises UserError when W&B cannot be reached.
+    Off line, removes old files of this run. On line, Tracker.done is the last step that the server has. Raises
+    UserError when W&B cannot be reached.
     """
     import wandb
 
@@ -203,11 +204,11 @@ def rows_that_stand(rows: Iterator[Row]) -> list[Row]:
 
 
 def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
-    """Send a run's metrics to a tracker until is_over() is true; return the newest step sent, 0 if none.
+    """Send a run's metrics to the tracker `name` until is_over() is true; return the newest step sent, 0 if none.
 
-    Opens the tracker again when a resume or rollback repeats sent steps. Waits only in is_over(), which it calls
-    between looks. Raises UserError when another process sends the run to the same tracker, or the tracker cannot be
-    opened.
+    Sends what is there first, and looks once more after is_over() was true. Opens the tracker again when a resume or
+    rollback repeats sent steps. Waits only in is_over(), which it calls between looks. Raises UserError when another
+    process sends the run to the same tracker, or the tracker cannot be opened.
     """
     run.tracking.mkdir(exist_ok=True)
     problem, fix = f"another process sends {run.path.name} to {name}", "wait until it has, or until the run ends"
@@ -254,10 +255,10 @@ def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[s
 
 
 def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
-    """Send a run's metrics to these trackers, once or until the run ends, and print to stderr how to open them.
+    """Send a run's metrics so far to these trackers, or until the run ends; print to stderr how to open them.
 
-    With `until_end` each tracker gets a process of its own. Raises UserError if a tracker is not installed or, without
-    `until_end`, busy or not reachable.
+    With `until_end` each tracker gets a process of its own, whose failure is printed only. Raises UserError if a
+    tracker is not installed. Without `until_end` also raises it if one is busy or not reachable.
     """
     check_installed(names)
     if until_end:
@@ -275,7 +276,7 @@ def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
 def how_to_open(run: RunDir, name: str) -> str:
     """Return the command that opens or uploads the data that tracker `name` has of the run.
 
-    "sent" if W&B has all of it.
+    Returns "sent" for W&B without off-line files of the run.
     """
     if name == "tensorboard":
         return f"tensorboard --logdir {run.path.parent}"
@@ -289,8 +290,8 @@ def how_to_open(run: RunDir, name: str) -> str:
 def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
     """Send a run's metrics during the block, with a process for each tracker, whose output goes to tracking/<name>.log.
 
-    After the block waits up to 60 s for these processes, then kills them. Prints to stderr how to open each tracker, or
-    why it failed; a tracker's failure raises nothing.
+    After the block, even if it raised, waits up to 60 s in all for these processes, then kills them. Prints to stderr
+    how to open each tracker, or why it failed; a tracker's failure raises nothing.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     for name in names:
@@ -330,7 +331,7 @@ def _wait_for_tracker(run: RunDir, name: str, process: subprocess.Popen[bytes], 
 
 
 def log(run: RunDir, name: str) -> Path:
-    """Return the path of the file, tracking/<name>.log, with what a tracker's process printed."""
+    """Return the path of the file, tracking/<name>.log, for what a tracker's process prints; makes no file."""
     return Path(run.tracking) / f"{name}.log"
 
 

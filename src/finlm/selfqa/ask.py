@@ -102,7 +102,8 @@ def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = No
 
     Appends each answered document to <output>.ledger, writes the output and <output>.json, and prints counts and cost.
     `model` is asked instead of the endpoint; `fingerprint` is that of its weights, as its name says little. Raises
-    UserError, with all answers kept in the ledger, when the ledger is locked, requests fail or no pair is left.
+    UserError for a recipe without self_qa or whose documents cannot be prepared, or when another process has the
+    ledger. Also when requests fail or no pair is left: all answers are in the ledger then.
     """
     settings = _settings(recipe)
     asked: Model = Endpoint(settings) if model is None else model
@@ -193,7 +194,7 @@ def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
     row = Asked(passage.document, passage.source, passage.text)
 
     def ask(prompt: str, temperature: float, tokens: int) -> Reply:
-        """Ask the model, add the request and its tokens to `row`, and return the reply. Raises as Model.ask()."""
+        """Return the model's reply; count request and tokens in `row`. Raises Refused, NoAnswer or UserError."""
         row.requests += 1
         reply = model.ask([{"role": "user", "content": prompt}], temperature, tokens)
         row.uncounted += reply.prompt_tokens is None or reply.completion_tokens is None
@@ -227,21 +228,22 @@ def answer_prompts(
 ) -> dict[str, dict[str, Any]]:
     """Ask the endpoint for an answer to each prompt, `concurrency` at a time; return the new rows by key.
 
-    `limits` are temperature and most tokens. `former` are rows of the ledger, whose tokens count for max_cost. A row
-    has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "". Thoughts that the server returns apart
-    stand before the text in <think> tags. A row is appended to `ledger`; but a request that failed has the fault
-    "refused" or "no answer" and is not, so that the next run tries it again. Prints the cost if prices are given. Ends
-    early when max_cost is spent. Raises UserError after five failures in a row, and as Endpoint.ask() does.
+    `limits` are (temperature, most tokens of an answer). `former` are rows of the ledger, whose tokens count for
+    max_cost. A row has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "". Thoughts that the server
+    returns apart stand before the text in <think> tags. A row is appended to `ledger`; but a request that failed has
+    the fault "refused" or "no answer" and is not, so that the next run tries it again. Prints the cost if prices are
+    given. Ends early when max_cost is spent. Raises UserError after five failures in a row, without the key, or if the
+    endpoint refuses every request.
     """
     server, spent = Endpoint(settings), Counter[str]()
     most = math.inf if settings.max_cost is None else settings.max_cost
 
     def count(row: Mapping[str, Any]) -> None:
-        """Add a row's tokens to those spent."""
+        """Add a row's tokens to `spent`."""
         spent.update(prompt_tokens=row.get("prompt_tokens", 0), completion_tokens=row["tokens"])
 
     def ask(task: tuple[str, Conversation]) -> dict[str, Any]:
-        """Return the row of a prompt; one that failed has a `detail`. Raises UserError as Endpoint.ask() does."""
+        """Return the row of a prompt; one that failed has a `detail`. Raises UserError if no request can succeed."""
         key, messages = task
         try:
             reply = server.ask(messages, *limits)

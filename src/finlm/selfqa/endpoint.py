@@ -106,7 +106,7 @@ def normalise_question(text: str) -> str:
 
 
 def question_reason(question: str) -> str | None:
-    """Return why a question is dropped before it is answered; None if it is kept."""
+    """Return in words why a question is dropped before it is answered; None if it is kept."""
     if not _SHORTEST <= len(question) <= _LONGEST:
         return "question length"
     if not _ASKS.search(question):
@@ -119,7 +119,11 @@ def question_reason(question: str) -> str | None:
 
 
 def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
-    """Return why a question and its answer are dropped (`finish` "length": cut off); None if they are kept."""
+    """Return in words why a question and its answer are dropped; None if they are kept.
+
+    `finish` is the reply's finish_reason; "length" means that it was cut off. Of `settings`, language,
+    min_answer_characters and grounded_numbers count.
+    """
     unanswerable = UNANSWERABLE[settings.language]
     if finish == "length":
         return "answer cut off"
@@ -201,8 +205,9 @@ class Endpoint:
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
         """Send the messages and return the model's reply, with retries and within the rate limit.
 
-        Raises Refused when the server will not answer this request, NoAnswer when every attempt failed or `stopped` is
-        set, and UserError if no request can succeed. Counts requests sent again in `retries`.
+        Blocks through pauses and up to `timeout` for each wait. Raises Refused when the server will not answer this
+        request, NoAnswer when every attempt failed or `stopped` is set, and UserError if no request can succeed. Counts
+        requests sent again in `retries`.
         """
         request = {
             "model": self.model,

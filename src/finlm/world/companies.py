@@ -114,12 +114,12 @@ def hundredths_of_percent(part: int, whole: int) -> int:
 
 
 def rating(debt_ratio: int) -> str:
-    """Return the credit rating for a debt ratio in units of 0.01 %."""
+    """Return the credit rating, a name of RATINGS, for a debt ratio in units of 0.01 %, below 100 %."""
     return next(grade for grade, below in RATINGS if debt_ratio < below)
 
 
 def coupon(grade: str, years: int) -> int:
-    """Return a bond's coupon in units of 0.01 %: 200, plus its grade's spread, plus 10 for each of its `years`."""
+    """Return a bond's coupon in units of 0.01 %: 200, plus the spread of its `grade` (a rating), plus 10 a year."""
     return 200 + SPREAD[grade] + 10 * years
 
 

@@ -94,7 +94,7 @@ def points(now: int, before: int) -> str:
 
 
 def weekday(year: int, month: int, day: int) -> date:
-    """Return the first day from Monday to Friday, from that date on; `day` is at most 26."""
+    """Return that date, or the Monday after it if it is a Saturday or Sunday; `day` is at most 26."""
     given = date(year, month, day)
     late = given.weekday() - 4
     return given if late <= 0 else date(year, month, day + 3 - late)
@@ -143,9 +143,9 @@ class Facts(dict[str, str]):
         """Return a copy of these facts, with those of other companies under a letter each: `b_rev_y`."""
         return Quoted(self, others)
 
-    def chance(self, name: int, size: int) -> int:
-        """Return a fixed number from 0 to size - 1 for this company, year and use; `name` numbers the use, below 64."""
-        return self._draws[name] * size >> 16
+    def chance(self, use: int, size: int) -> int:
+        """Return a fixed number from 0 to size - 1 for this company, year and use; `use` is a number from 0 to 63."""
+        return self._draws[use] * size >> 16
 
     def _add_words(self) -> None:
         """Add to the phrases the causes, hopes and worries of prose, and this and the last year's credit grades."""
@@ -322,12 +322,12 @@ class Archive:
         return facts
 
     def peers(self, company: Company) -> list[Company]:
-        """Return the other three companies of its group of four."""
+        """Return the other three companies of its group of four, which share its industry."""
         first = company.number // GROUP * GROUP
         return [other for other in self.world.companies[first : first + GROUP] if other is not company]
 
     def customer(self, facts: Facts) -> Facts:
-        """Return the facts of the other party of the year's contract: a company of a neighbouring group of four."""
+        """Return the same year's facts of the other party to its contract: a company of a neighbouring group."""
         group = facts.company.number // GROUP
         other = (group ^ 1) * GROUP
         if other >= len(self.world.companies):

@@ -159,10 +159,11 @@ def prose(name: str) -> str:
 
 
 def forms(text: str, tables: Mapping[str, Readings] | None = None) -> tuple[Form, ...]:
-    """Return the forms that the text of a prose file defines. Raises ValueError for a line with an unknown mark.
+    """Return the forms that the text of a prose file defines.
 
     `== name weight label` opens a form, `# headings 70%` a numbered and `* 70%` a plain paragraph (the share may be
-    left out), `- phrase` adds a sentence, `| phrase` another wording of it, `@name` a table of `tables`.
+    left out), `- phrase` adds a sentence, `| phrase` another wording of it, `@name` a table of `tables`. Raises
+    ValueError for a line with another mark or a head without three words, KeyError for an unknown table.
     """
     made: list[Form] = []
     for block in re.split(r"^== ", text, flags=re.MULTILINE)[1:]:
@@ -193,5 +194,5 @@ def forms(text: str, tables: Mapping[str, Readings] | None = None) -> tuple[Form
 
 
 def by_weight(drawn: Iterable[Form]) -> tuple[Press, ...]:
-    """Return a Press of each form, repeated as often as its weight, so that a uniform pick is weighted."""
+    """Return the forms as Presses, each repeated as often as its form's weight, so that a uniform pick is weighted."""
     return tuple(press for form in drawn for press in [Press(form)] * form.weight)

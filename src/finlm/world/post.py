@@ -49,15 +49,15 @@ Sized = tuple[Row, Sequence[str]]  # a row, and its texts, which count towards t
 
 
 def count_parts(source: str, size_bytes: int) -> int:
-    """Return in how many parts a source is written; sources other than dialogues have a single part."""
+    """Return in how many parts a source is written; those other than dialogues and unknown ones have one part."""
     return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES)) if source in SHARE_PERCENT else 1
 
 
 def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
     """Write a part of a source into directory as JSON lines, over a file that is there; return its path.
 
-    size_bytes is the text of all parts of all sources of its kind. Raises UserError below 100 KB or for an unknown
-    split, KeyError for an unknown source.
+    size_bytes is the UTF-8 text of all parts of all sources of its kind (a value of SOURCES) together. Raises UserError
+    below 100 KB or for an unknown split, KeyError for an unknown source.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / (f"{source}-{part}.jsonl" if source in SHARE_PERCENT else f"{source}.jsonl")
@@ -198,7 +198,7 @@ class _TooSmall(Exception):
 
 
 class Problem(NamedTuple):
-    """A question's words, the steps that solve it, and the answer."""
+    """The words that fill in a question's template, the steps that solve it, and the answer."""
 
     words: dict[str, str]
     steps: list[str]
@@ -218,7 +218,7 @@ def _quote(facts: Facts, *names: str) -> dict[str, int]:
 
 
 def _words(values: Mapping[str, int], prefix: str = "") -> dict[str, str]:
-    """Return the figures as text, with `prefix` before their names."""
+    """Return {prefix + name: figure as text} of {name: figure}."""
     return {prefix + name: str(value) for name, value in values.items()}
 
 

@@ -60,14 +60,15 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
 
 
 def count_parts(source: str, size_bytes: int) -> int:
-    """Return in how many parts a source is written; parts can be written at the same time."""
+    """Return in how many parts a source is written, at the same time if you like. KeyError for an unknown source."""
     return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES))
 
 
 def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
     """Write <source>-<part>.jsonl.gz into directory and return its path; all parts in order have the rows of `write`.
 
-    size_bytes is the size of all four sources. Raises UserError for a size below 100 KB or an unknown split.
+    size_bytes is the size of all four sources. Makes the directory if missing. Raises UserError for a size below 100 KB
+    or an unknown split, KeyError for an unknown source.
     """
     about = archive(size_bytes, seed, split)
     directory.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ def _rows(source: str, size_bytes: int, seed: int, archive: Archive) -> Iterator
 
 
 def _part(source: str, size_bytes: int, seed: int, archive: Archive, part: int) -> Iterator[Row]:
-    """Yield the rows of a part of a source; all parts have about the same number of bytes."""
+    """Yield the rows (text, meta) of a part of a source; parts are about equally long. Raises KeyError."""
     parts = count_parts(source, size_bytes)
     dice = Dice(archive.world.split, seed, source, *([part] if part else []))
     if source == "announcement":
@@ -138,7 +139,7 @@ def _lines(source: str, rows: Iterator[Row]) -> Iterator[str]:
 
 
 def _write_one(path: Path, lines: Iterator[str]) -> None:
-    """Write lines to a gzip file, which appears under its name only when it is whole."""
+    """Write lines to a gzip file, which appears under its name only when it is whole, over a former one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as raw:
@@ -212,7 +213,7 @@ def filings(archive: Archive, dice: Dice, stride: int, part: int = 0, parts: int
 
 
 def _filing(archive: Archive, dice: Dice, press: Press, facts: Facts) -> Row:
-    """Return an announcement of the press's kind about the facts, as (text, meta)."""
+    """Return an announcement of the press's kind about the facts, as (text, {code, company, date})."""
     words = facts.with_others({"b": archive.customer(facts)}) if press.name == "contract" else facts
     meta: Meta = {"code": facts["code"], "company": facts["full"], "date": facts[press.label + "_i"]}
     # A table that ends its paragraph brings a line break of its own.
@@ -234,7 +235,7 @@ class _Flash(NamedTuple):
 
 
 def _flash(form: Form) -> _Flash:
-    """Return the form with a dateline before its body, and its label split into column and event."""
+    """Return the form compiled with a dateline before its body; its label `column/event` gives the other two fields."""
     column, event = form.label.split("/")
     title, body = form.paragraphs
     body = body._replace(sentences=(phrases(_LEADS.replace("@", event)), *body.sentences))
@@ -245,7 +246,7 @@ _FLASHES = tuple(flash for form in _NEWS for flash in [_flash(form)] * form.weig
 
 
 def news(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield news flashes without end, as (text, meta)."""
+    """Yield news flashes without end, as (text, {time, column})."""
     random = dice.random
     stage = Stage(archive)
     while True:
@@ -308,7 +309,7 @@ def _first_and_last(facts: Facts, others: dict[str, Facts]) -> dict[str, str]:
 
 
 def articles(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield articles without end, as (text, meta)."""
+    """Yield articles without end, as (text, {author, tags})."""
     stage = Stage(archive)
     while True:
         facts = stage.draw(dice)
