@@ -239,8 +239,8 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 def export_adapters(checkpoint: Path, out: Path) -> Path:
     """Write the adapters of a checkpoint (or of a run's newest) to the new directory `out` and return it.
 
-    Writes the tokenizer's files and chat template too, as export() does. Raises UserError when the run trained every
-    weight, `out` exists, or the checkpoint is not complete or is damaged.
+    Writes the tokenizer's files, chat template and finlm.json too. Raises UserError when the run trained every weight,
+    `out` exists, or the checkpoint is not complete or is damaged.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")

@@ -236,7 +236,7 @@ def _micro_batches(
 def _balanced_micro_batches(
     cluster: Cluster, shape: ModelShape, layout: Layout, rows_per_step: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield, as _micro_batches does, rows with which unlike GPU kinds need about equal time; none for one kind."""
+    """Yield (micro-batch of each host, micro-steps) where unlike GPU kinds need about equal time; none for one kind."""
     ranks: dict[str, int] = {}
     for host in cluster.hosts:
         ranks[host.gpu or ""] = ranks.get(host.gpu or "", 0) + host.slots

@@ -105,7 +105,10 @@ def host_seconds(shape: ModelShape, layout: Layout) -> float:
 
 @functools.cache
 def _scale(gpu: Gpu) -> float:
-    """Return the factor by which this GPU kind beats the constants' prediction: a 7B model then reaches its mfu."""
+    """Return the factor by which this GPU kind beats the constants' prediction: a 7B model then reaches its mfu.
+
+    It is 1 for the kind REFERENCE. Cached.
+    """
     reference = kinds()[REFERENCE]
     return (gpu.mfu / _predicted_mfu(gpu)) / (reference.mfu / _predicted_mfu(reference))
 

@@ -134,7 +134,7 @@ class Batches:
         return (*self.rows.read(row_ids), *bounds)
 
     def _order_rows(self, step: int) -> Ids:
-        """Compute what row_ids() returns, without its cache."""
+        """Return the row ids of a step, computed anew: read-only int64 [micro_steps, rows of all ranks in order]."""
         count = self.micro_steps * self.rows_per_micro_step
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
         row_ids = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)

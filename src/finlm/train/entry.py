@@ -227,7 +227,8 @@ _since = 0.0
 def note_signals() -> None:
     """Install handlers that note SIGTERM and SIGINT for received_signal() instead of ending the process; unblock both.
 
-    A signal that arrived while it was blocked is noted now. A second signal may end the process (see _note).
+    A signal that arrived while it was blocked is noted now. Another signal more than ONE_REQUEST_SECONDS after the
+    first ends the process.
     """
     for number in SIGNALS:
         signal.signal(number, _note)
@@ -240,7 +241,10 @@ def received_signal() -> int:
 
 
 def _note(number: int, _: FrameType | None) -> None:
-    """Keep the number of the first signal. A later signal more than ONE_REQUEST_SECONDS after it ends the process."""
+    """Note the first signal and its time in this module; end the process at one ONE_REQUEST_SECONDS later or more.
+
+    A signal in between changes nothing.
+    """
     global _received, _since
     if not _received:
         _received, _since = number, time.monotonic()

@@ -55,7 +55,7 @@ def main(run_path: Path, recipe: Settings) -> int:
     """Train the run in `run_path` to its last step and return the process's exit code. Every rank calls it.
 
     `recipe` is that of the run. The code is 0 at the end, 1 when an incident ends the run, or 128 + signal. Raises
-    UserError when the run directory or its checkpoints cannot be used (see prepare() and loop()), and RuntimeError when
+    UserError when the run directory, its plan, shards, first weights or checkpoints cannot be used; RuntimeError when
     the plan has another number of ranks.
     """
     s = prepare(run_path, recipe)

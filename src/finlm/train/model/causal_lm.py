@@ -81,7 +81,7 @@ def load(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig
     Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
     which tells what an extended vocabulary was extended from. Raises UserError when the weights of init_from cannot be
     read or lack some, when it has another shape, or when the tokenizer was extended from another; OSError when its
-    config.json cannot be read. For a new model raises RuntimeError if its class draws vectors (see initialize()).
+    config.json cannot be read. For a new model raises RuntimeError if its class draws the values of a vector at random.
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -112,7 +112,8 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _from_scratch(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
     """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed.
 
-    Partitioned under ZeRO-3. Raises RuntimeError if its class draws vectors (see initialize()).
+    Partitioned under ZeRO-3. Raises RuntimeError if its class draws the values of a vector, such as a norm's, at
+    random.
     """
     device = torch.device(plan.device)
     default = torch.get_default_dtype()

@@ -290,7 +290,7 @@ def _new_inverse(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _has_kernels() -> bool:
-    """Return whether flash-linear-attention is installed."""
+    """Return whether flash-linear-attention is installed. Cached."""
     return importlib.util.find_spec("fla") is not None
 
 
@@ -301,7 +301,7 @@ def _uses_kernels(q: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernels() -> Any:
-    """Return flash-linear-attention's module of the rule. ImportError without the package.
+    """Return flash-linear-attention's module of the rule, cached. ImportError without the package.
 
     Where its kernel of query and key gradients refuses to run, replaces it by query_key_gradients().
     """

@@ -184,7 +184,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     @cached_property
     def held_out(self) -> dict[str, list[Prompt]]:
-        """The held-out prompts of each source, as many as Rank.held_out takes."""
+        """The held-out prompts of each source: the first eval.max_tokens_per_source / sequence length, at least 1."""
         return self.rank.held_out(lambda parts: read_prompts(self.rank.shards, parts, self.processing_class))
 
     def _get_per_token_logps_and_entropies(

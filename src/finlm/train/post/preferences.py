@@ -101,7 +101,7 @@ class PairTrainer(Recorded):
 
     @cached_property
     def held_out(self) -> dict[str, list[Pair]]:
-        """The held-out pairs of each source, as many as Rank.held_out takes."""
+        """The held-out pairs of each source: the first eval.max_tokens_per_source / sequence length, at least 1."""
         return self.rank.held_out(lambda parts: list(dialogues.read_pairs(parts)))
 
     @cached_property

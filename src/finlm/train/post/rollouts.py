@@ -266,8 +266,9 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
-    """Return a reward function for each term of grpo.reward: a model, a function of the user's file, or a rule.
+    """Return a reward function for each term of grpo.reward, in order: a model, a user's function, or a rule.
 
+    The recipe must have grpo. A function takes trl's keyword arguments and returns a value or None for each answer.
     Raises UserError if a model cannot be loaded or cannot judge, or a file is not as it was.
     """
     grpo = r.recipe.grpo

@@ -66,7 +66,11 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         self.checksum = batches.checksum
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
-        """Prepare the engine as Recorded does, and change linear layers to sum gradients (products.swap_summing)."""
+        """Prepare the engine, resume from the newest checkpoint, let linear layers sum gradients; return trl's result.
+
+        Linear layers change only where products.swap_summing does so. Raises UserError when no whole checkpoint is left
+        of those that the run had.
+        """
         prepared = super()._prepare_for_training(*given, **named)
         # DeepSpeed is told in the backward pass which micro-step is the last; accelerate knows before.
         layers = causal_lm.base_model(self.model).model.layers
@@ -144,7 +148,8 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 def make(r: Rank[Recipe]) -> DialogueTrainer:
     """Return the trainer of a rank's run, with its rows and model loaded. Writes the rows' index if it is missing.
 
-    Raises UserError if the start's weights cannot be loaded, or data.mixture names a source without rows.
+    The run's stage must be sft. Raises UserError if the start's weights cannot be loaded, or data.mixture names a
+    source without rows.
     """
     recipe, plan = r.recipe, r.plan
     assert recipe.sft is not None

@@ -161,7 +161,8 @@ class Recorded:
     def run(self: Any) -> int:
         """Train from the newest checkpoint to the last step, close the checkpoints, record `end`, return the exit code.
 
-        Collective. The code is that of train(); see there.
+        Collective. The code is 0 at the end, 1 after a loss or too many gradients that are not finite, 128 + signal
+        after a signal.
         """
         self.train()
         step, r = self.state.global_step, self.rank

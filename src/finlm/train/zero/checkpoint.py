@@ -113,7 +113,7 @@ class Checkpoints:
         """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
 
         Finishes the last save first, and records an incident if that takes over WAIT_SECONDS. Saves to `memory` if
-        given, else to disk. Without room, only records and prints why. Collective.
+        given, else to disk. Without room, only records and prints why. self.saving is the save under way. Collective.
         """
         called, previous = time.monotonic(), self.saving
         self.finish()

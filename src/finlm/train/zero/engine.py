@@ -301,7 +301,7 @@ class StreamedOnePassZero(StreamedZero, OnePassZero):
     """StreamedZero whose parts are stepped in one pass."""
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Step group `group_no` as StreamedZero does; forget its kept gradients."""
+        """Step group `group_no` in parts that pass through the GPU, by its kept gradients; then forget these."""
         super()._optimizer_step(group_no)
         del self._gradient
 
