@@ -5,8 +5,7 @@ is a directory named by the hash of what it depends on (base/step_cache.py), so 
 finished steps and a changed setting redoes only what follows from it. 20 MB of text with a tokenizer of 32,000 pieces
 take 9 s on two cores; with a tokenizer at hand 250 MB take 14 s.
 
-The shards directory alone is enough for training, export and report. No process group is open and no torch is imported
-here, so nothing can time out.
+Training, export and report need the shards directory alone. Without torch and process group nothing here can time out.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from finlm.tokens import encoders, pretrained, tokenizer_json, vocab
 def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new_keys: bool = False) -> Shards:
     """Prepare the recipe's token shards unless the cache has them, print what the run reads, and return the shards.
 
-    Waits while another process writes to the cache. Of data.prepared only checks the directory and builds a missing
-    index of its rows. `hosts` run the workers of data.engine ray; None is this machine. Raises UserError for data, a
-    start model, a cache or a Ray that cannot be used.
+    Waits while another process writes to the cache. With data.prepared only checks that directory, builds a missing
+    index and prints no more. `hosts` run the workers of data.engine ray; None is this machine. accept_new_keys lets ssh
+    accept unknown hosts. Raises UserError for data, a start model, a cache or a Ray that cannot be used.
     """
     check_engine(recipe)
     weights.check_layers(recipe)
@@ -86,9 +85,9 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new_keys: bool) -
 
 
 def locate(recipe: Recipe) -> Shards | None:
-    """Return the recipe's shards, or None if a step or a local source is missing. Makes nothing.
+    """Return the recipe's shards, or None if a step, a local source or the start model is missing. Makes nothing.
 
-    Raises UserError for a data.prepared that cannot be used, and for damaged shards.
+    Raises UserError for a data.prepared, a source or a tokenizer that cannot be used, and for damaged shards.
     """
     if recipe.data.prepared is not None:
         return _check_prepared(recipe, recipe.data.prepared)
@@ -99,7 +98,7 @@ def locate(recipe: Recipe) -> Shards | None:
 
 
 def dropped_samples(recipe: Recipe) -> list[dict[str, object]]:
-    """Return samples of dropped documents: the rows of dropped.jsonl in those prepare steps that are cached."""
+    """Return samples of dropped documents: the rows of dropped.jsonl in all steps before the first that is missing."""
     cache = Cache(Path(recipe.data.cache_dir), build=False)
     with contextlib.suppress(NotPrepared, UserError):
         run_steps(recipe, cache)
@@ -107,9 +106,9 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, object]]:
 
 
 def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
-    """Raise UserError when a path or URL in data.sources matches no file, and for dialogues as convert.check_rows().
+    """Raise UserError when a path or URL in data.sources matches no file, or rows of dialogues have another form.
 
-    With only_urls, checks URLs alone and reads no rows.
+    Rows are read, and broken ones written to data.cache_dir, unless the stage is pretrain. only_urls checks URLs alone.
     """
     inputs = list[sources.Input]()
     for number, source in enumerate(recipe.data.sources):
@@ -122,7 +121,7 @@ def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
 def plan_with_data(recipe: Recipe, hosts: Cluster, shards: Shards | None = None) -> Plan:
     """Return the plan of a recipe on these hosts; with `shards`, vocabulary size and tokens an epoch are theirs.
 
-    Raises PlanError when nothing fits, UserError when the vocabulary size is unknown without shards.
+    Builds their missing index. Raises PlanError when nothing fits; UserError without shards and known vocabulary size.
     """
     if shards is None:
         return planner.make(recipe, hosts, shape.of(recipe))
@@ -137,8 +136,8 @@ def show_rows(recipe: Recipe, shards: Shards, count: int) -> None:
 def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, object]:
     """Return the record of a run's data: documents and tokens by source, lengths, drop reasons, files, tokenizer.
 
-    With a recipe also `reading`: packing and the tokens that the run reads of each source. Then raises UserError as
-    describe_reading() does.
+    With a recipe also `reading`, the fields of describe_reading(); then builds a missing index of rows, and raises
+    UserError for a mixture that does not fit the run.
     """
     manifest, counts = shards.manifest, files.read_json(shards.directory / "documents.json")
     train, held_out = manifest["totals"]["train"], manifest["totals"].get("held_out", {})
@@ -256,7 +255,7 @@ RUNS = Path("runs")  # where `finlm prepare` looks for the run of a recipe in mo
 def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Path:
     """Run the prepare steps that the cache lacks, in order; return the directory of the shards. `engine` None is local.
 
-    Raises UserError, and NotPrepared when a step is missing and cache.build is False.
+    Raises UserError for data that cannot be used, NotPrepared when a step is missing and cache.build is False.
     """
     context = Context(recipe, cache, engine)
     if recipe.stage != "pretrain":
@@ -273,7 +272,10 @@ def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Pat
 
 
 def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
-    """Return the tokenizer file of the recipe or its start; None if to be trained. Raises UserError or NotPrepared."""
+    """Return the tokenizer's file, of the recipe or of its start model, which may be fetched; None if to be trained.
+
+    Raises UserError if there is none, NotPrepared if the start model is not here and the cache may not build.
+    """
     settings = recipe.tokenizer
     if settings.path is not None:
         named = Path(settings.path).expanduser()
@@ -298,13 +300,13 @@ def run_tokens(recipe: Recipe, shards: Shards) -> int:
 
 
 def run_rows(recipe: Recipe, shards: Shards) -> int:
-    """Return how many rows the run reads in whole steps of batch.tokens_per_step; at least one step's."""
+    """Return how many rows the run reads: in whole steps of batch.tokens_per_step, rounded down, but at least one."""
     step = recipe.batch.tokens_per_step
     return max(1, run_tokens(recipe, shards) // step) * step // recipe.batch.sequence_length
 
 
 def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
-    """Return the tokens of an epoch over the training rows; each row counts as full, times recipe.uses_of_row."""
+    """Return the tokens of an epoch: all training rows as full, times recipe.uses_of_row. Build a missing index."""
     return len(dialogues.open_rows(shards, recipe)) * recipe.uses_of_row * recipe.batch.sequence_length
 
 
@@ -330,7 +332,7 @@ class Reading:
 
 
 def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
-    """Return how the recipe's run reads the shards. Raises UserError for a mixture that does not fit the run."""
+    """Return how the run reads the shards; build a missing index of rows. UserError for a mixture that does not fit."""
     length, rows = recipe.batch.sequence_length, dialogues.open_rows(shards, recipe)
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     if recipe.data.mixture:
@@ -359,7 +361,7 @@ def print_reading(reading: Reading) -> None:
 
 
 def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of a pretraining run to stdout, in run order. Raises UserError without tokenizer."""
+    """Print a pretraining run's first `count` rows in run order; build a missing index. UserError without tokenizer."""
     rows = dialogues.prepare_rows(shards, recipe.batch.sequence_length, recipe.data.packing)
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     order = packing.order(ranges, recipe.data.mixture, read_rows, rows.sequence_length, recipe.train.seed)

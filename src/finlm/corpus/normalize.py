@@ -79,7 +79,7 @@ class _Shape:
         return self._last[1]
 
     def of_bytes(self, data: bytes) -> bytes:
-        """Return a class byte per character of UTF-8 data, as __call__ does for a text."""
+        """Return the class byte (see __call__) of each character of UTF-8 data; remembers nothing."""
         return data.translate(self._kinds, self._inner)
 
 
@@ -220,6 +220,7 @@ def simplify(text: str) -> str:
 
 @cache
 def _opencc() -> Any:
+    """Return OpenCC's converter from traditional to simplified Chinese; cached."""
     import opencc  # 30 ms and 10 MB, for the documents that need it
 
     return opencc.OpenCC("t2s")
@@ -256,7 +257,7 @@ def drop_boilerplate(text: str) -> str:
 
 
 def is_boilerplate(line: str) -> bool:
-    """Return whether a line of a text is boilerplate, as drop_boilerplate() has it."""
+    """Return whether a line has at most 160 characters and a pattern of boilerplate matches all of it."""
     if len(line) > 160:
         return False
     line = line.strip(" \t")
@@ -325,7 +326,7 @@ _BEFORE = 48
 
 
 def make_masker(kinds: Collection[str]) -> Callable[..., str]:
-    """Return a function that replaces personal numbers of these kinds (see KINDS) in a text with placeholders."""
+    """Return mask(text, places=None), which replaces personal numbers of `kinds` (one or more of KINDS) in a text."""
     pattern = re.compile("|".join(part for kind in KINDS if kind in kinds for part in _PATTERNS[kind]), re.IGNORECASE)
 
     def mask(text: str, places: Sequence[int] | None = None) -> str:

@@ -141,7 +141,7 @@ class Model:
         return np.float32(max(1e-6, 1 - float(self.grams[0].values.astype(np.float64).sum())))
 
     def save(self, path: Path) -> None:
-        """Write the tables to one .npz file."""
+        """Write order and tables to the file `path`, which ends in .npz."""
         tables = {f"grams{number}": table for number, table in enumerate(self.grams)}
         tables |= {f"left{number}": table for number, table in enumerate(self.left)}
         arrays: Arrays = {"order": np.array(self.order)}
@@ -152,18 +152,22 @@ class Model:
 
     @classmethod
     def load(cls, path: Path) -> Model:
-        """Read a model that save() wrote."""
+        """Read a model that save() wrote. Raises FileNotFoundError without the file."""
         with np.load(path) as arrays:
             order = int(arrays["order"])
 
             def table(name: str) -> Table:
+                """Return the table of this name in the file."""
                 return Table(arrays[f"{name}.slots"], arrays[f"{name}.values"], int(arrays[f"{name}.bits"]))
 
             return cls(order, [table(f"grams{n}") for n in range(order)], [table(f"left{n}") for n in range(order - 1)])
 
 
 def train_model(text: ngrams.Characters, order: int) -> Model:
-    """Return a model of this order, trained on these documents. Needs about 60 bytes of memory per character."""
+    """Return a model of n-grams of 1 to `order` characters, trained on these documents, which are folded first.
+
+    Needs about 60 bytes of memory per character.
+    """
     text = fold_characters(text)
     grams, left = [], []
     for size, (count, hashes, contexts) in _counts(text, order):
@@ -181,7 +185,7 @@ def train_model(text: ngrams.Characters, order: int) -> Model:
 
 
 def _counts(text: ngrams.Characters, order: int) -> Iterator[tuple[int, tuple[npt.NDArray[np.int64], Hashes, Hashes]]]:
-    """Yield (n, (counts, hashes, context hashes)) of the distinct n-grams, for n from `order` down to 1.
+    """Yield (n, (counts, hashes, context hashes)), arrays over the distinct n-grams, for n from `order` down to 1.
 
     The context is all but the last character. The longest n-grams are counted as they occur, shorter ones by how many
     different characters stand before them.
@@ -197,7 +201,7 @@ def _counts(text: ngrams.Characters, order: int) -> Iterator[tuple[int, tuple[np
 
 
 def fold_characters(text: ngrams.Characters) -> ngrams.Characters:
-    """Return the text in lower case, with every digit as 0 and every blank as a space."""
+    """Return a copy with ASCII letters in lower case, digits as 0, blanks and control characters as spaces."""
     codes = text.codes.copy()
     codes[(codes >= ord("0")) & (codes <= ord("9"))] = ord("0")
     codes[(codes >= ord("A")) & (codes <= ord("Z"))] += 32
@@ -219,8 +223,9 @@ def check_clean_set(context: Context) -> None:
 def measure_perplexity(context: Context, read: Documents) -> Step | None:
     """Run the step `perplexity` unless cached; it writes the ln perplexity of each document to log.npy.
 
-    Returns None if the recipe has no data.clean.perplexity. Also runs the step `language_model`, and prints the limit.
-    Raises UserError for a clean set that cannot be used, NotPrepared if a step is missing and the cache may not build.
+    Returns None if the recipe has no data.clean.perplexity. Else also runs the step `language_model`, and prints the
+    limit; log.npy is float32 [documents]. Raises UserError for a clean set that cannot be used, NotPrepared if a step
+    or a file of the clean set is missing and the cache may not build.
     """
     settings = context.data.clean.perplexity
     if settings is None:
@@ -268,19 +273,21 @@ def _measure_chunk(task: ChunkTask) -> Arrays:
 
 @lru_cache(maxsize=1)
 def _load_model(path: Path) -> Model:
+    """Return the model in a file; the last is cached in the process."""
     return Model.load(path)
 
 
 def _make_model(context: Context, settings: Perplexity) -> Step:
     """Run the step `language_model` unless cached; it trains the model on the clean set and writes model.npz.
 
-    Prints its size and perplexity. Raises UserError for a clean set that cannot be used, NotPrepared as _find_files()
-    does.
+    Prints its size and perplexity. Raises UserError for a clean set that cannot be used, NotPrepared if the step, a
+    file or its hash is missing and the cache may not build.
     """
     rules = context.data.clean.model_copy(update={"perplexity": None})
     inputs = _find_inputs(context, settings)
 
     def make(directory: Path) -> Usual:
+        """Write model.npz into directory; return what it was trained on and the held-out perplexity."""
         return _train(directory, _choose_clean_texts(inputs, rules, settings.clean_bytes), settings.order)
 
     depends_on = {
@@ -303,7 +310,11 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
 
 
 def _find_inputs(context: Context, settings: Perplexity) -> list[Input]:
-    """Return the inputs of the clean set with the hashes of their files. Raises as _find_files() does."""
+    """Return the inputs of the clean set with the hashes of their files.
+
+    Raises UserError for a pattern that matches no file, a file that cannot be read, and a store that does not answer.
+    Raises NotPrepared, if the cache may not build, for a pattern without files and a file without a known hash.
+    """
     inputs = _find_files(context, settings)
     return sources.hash_files(inputs, context.cache)
 
@@ -327,8 +338,8 @@ def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int
     """Return about wanted_bytes of distinct cleaned documents of the clean set, as (source, UTF-8 text).
 
     Takes those with the lowest hashes, in that order. Every document is equally likely, so each file gives in
-    proportion to its text. Documents that the rules drop are skipped; only what may still be chosen is cleaned. Raises
-    UserError as readers.blocks() does.
+    proportion to its text. Documents that the rules drop are skipped; only what may still be chosen is cleaned. Shows a
+    progress bar. Raises UserError for a table without the text's column and a file that changed since it was hashed.
     """
     cleaner, total = clean.Cleaner(rules), 0
     chosen: list[tuple[int, str, bytes]] = []  # a heap, the highest hash first

@@ -90,7 +90,7 @@ def check_host(expected: Expected) -> bool:
 
 @lru_cache(maxsize=4)
 def _check_once(expected: Expected) -> bool:
-    """Do what check_host does, once per process for equal arguments."""
+    """Check this host and return whether it shares the cache, as check_host() says; cached for equal arguments."""
     host = os.uname().nodename
     here = dict(list_packages())
     other = [f"{name}: {here[name]}, there {version}" for name, version in expected.packages if here[name] != version]
@@ -130,7 +130,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Order(Generic[Task]):
-    """A call for a worker, with the cache files that it reads and those that it may write."""
+    """A call function(task) for a worker, with the cache files that it reads and those that it may write."""
 
     function: Callable[[Task], Any]
     task: Task
@@ -171,6 +171,7 @@ class Store:
     """An actor on the launching host that returns files of its cache."""
 
     def __init__(self, cache: Path) -> None:
+        """Keep the cache's directory."""
         self._cache = cache
 
     def read(self, path: Path) -> bytes:
@@ -192,11 +193,13 @@ class RayEngine:
         open_cluster: Callable[[], AbstractContextManager[str]],
         reads: Iterable[Path] = (),
     ) -> None:
+        """Keep the cache's directory and the most workers per host, `num_proc`; start nothing."""
         self._cache, self._num_proc, self._open_cluster, self._reads = cache, num_proc, open_cluster, tuple(reads)
         self._held = ExitStack()
         self._run: _Connection | None = None
 
     def __enter__(self) -> RayEngine:
+        """Return the engine; start nothing yet."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -216,11 +219,17 @@ class RayEngine:
         yield self._connect().map_in_order
 
     def shares_cache(self) -> bool:
-        """Return whether all hosts of the cluster share data.cache_dir. Connects and raises as start() does."""
+        """Return whether all hosts of the cluster share data.cache_dir; connect to it first if that is not done.
+
+        Raises UserError if the cluster or a host cannot be used.
+        """
         return self._connect().shares_cache
 
     def _connect(self) -> _Connection:
-        """Return the connection to the cluster; the first call opens it."""
+        """Return the connection to the cluster, open until the engine's block ends; the first call opens it.
+
+        Raises UserError if the cluster or a host cannot be used.
+        """
         if self._run is None:
             address = self._held.enter_context(self._open_cluster())
             self._run = self._held.enter_context(_connect(address, self._cache, self._num_proc, self._reads))
@@ -231,8 +240,9 @@ class RayEngine:
 def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
     """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each host did.
 
-    Inside the block stdout is dropped, but for Ray's retries, which go to stderr. Raises UserError for a cluster or a
-    host that cannot be used. `num_proc` is the most workers per host; `reads` are files that every host needs.
+    Inside the block stdout is dropped, but for Ray's retries, which go to stderr. Sets RAY_task_oom_retries in the
+    environment, if it is unset, for good. `num_proc` is the most workers per host; `reads` are files that every host
+    needs. Raises UserError for a cluster or a host that cannot be used, FileNotFoundError for one of `reads` not here.
     """
     import ray
 
@@ -284,6 +294,7 @@ class _Connection:
     """A Pool of the workers of a Ray cluster."""
 
     def __init__(self, expected: Expected, num_proc: int) -> None:
+        """Keep what hosts must have and the most workers per host; Ray must be connected. Ask no host yet."""
         import ray
 
         self._expected, self._num_proc, self._lost = expected, num_proc, set[str]()
@@ -358,14 +369,15 @@ class _Connection:
         return workers.map_in_order(self, 2 * self.count, function, tasks)
 
     def submit(self, function: Callable[[Task], Result], task: Task, /) -> _Pending[Result]:
-        """Have a worker call function(task), and return the Pending to wait for."""
+        """Have a worker call function(task), with the cache files that it needs; return the Pending to wait for."""
         order = Order(function, task, workers.files_read(task), workers.files_written(task))
         return _Pending(self, self._work.remote(order, self._expected, self._store), task)
 
     def receive(self, reference: Any, task: object) -> Any:
-        """Wait for a task, save the files that it sent, and return its function's result.
+        """Wait for a task, save the files that it sent, count it in `done`, and return its function's result.
 
-        Raises as _get and _find_nodes do.
+        `task` is named in errors. Prints hosts that are lost meanwhile. Raises what the task raised, and UserError when
+        no host is left or its worker was lost too often.
         """
         import ray
 
@@ -382,6 +394,7 @@ class _Pending(Generic[Result]):
     """A task that was submitted to Ray."""
 
     def __init__(self, connection: _Connection, reference: Any, task: object) -> None:
+        """Keep Ray's reference to the result, and the task, which errors name."""
         self._connection, self._reference, self._task = connection, reference, task
 
     def result(self) -> Result:

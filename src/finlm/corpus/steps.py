@@ -48,8 +48,9 @@ class _Part(NamedTuple):
 def list_inputs(context: Context) -> list[Input]:
     """Return the inputs of all sources with file hashes, in the recipe's order; generates a missing embedded corpus.
 
-    Raises UserError for files that cannot be used and for weights of an unknown source; NotPrepared for missing files
-    if the cache may not build.
+    Downloads missing files of Hub data sets, unless the cache may not build: then it raises NotPrepared for them, for
+    other missing files, unknown hashes and a missing embedded corpus. Raises UserError for files that cannot be used,
+    two sources of one name, and weights of an unknown source.
     """
     inputs: list[Input] = []
     for number, source in enumerate(context.data.sources):
@@ -161,8 +162,8 @@ def _generate_file(part: _Part) -> str:
 def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
     """Run the step `documents` unless cached; it cleans all inputs. Print its counts.
 
-    Raises UserError when too many rows of a source are broken, or disk or memory will not suffice; NotPrepared if the
-    step or the keyword list is missing and the cache may not build.
+    Raises UserError when too many rows of a source are broken and, before any is read, when disk or memory will not
+    suffice for all steps. Raises NotPrepared if the step or the keyword list is missing and the cache may not build.
     """
     allowed, keep = context.data.max_broken_fraction, context.cache.directory
 
@@ -172,6 +173,7 @@ def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
         rules = rules.model_copy(update={"bad_keywords": str(Path(words).expanduser().absolute())})
 
     def make(directory: Path) -> Documents:
+        """Write the chunks to the cache, broken.jsonl and dropped.jsonl into directory; return their record."""
         _check_all_steps(context, inputs)
         return documents.write(directory, inputs, rules, context.engine, allowed, keep)
 
@@ -215,7 +217,8 @@ class _Sample(NamedTuple):
 def _sample_rows(inputs: Sequence[Input]) -> _Sample:
     """Return the share of text and the mean document size in the first 200 rows of up to 31 inputs, evenly spread.
 
-    Without any text, assumes a share of 1 and documents of 100 bytes. Raises UserError as readers.blocks() does.
+    Without any text, assumes a share of 1 and documents of 100 bytes. Raises UserError for a table without the text's
+    column, a file that changed since it was hashed, and an archive of a kind that is not read.
     """
     raw = text = rows = 0
     for item in inputs[:: max(1, len(inputs) // 16)]:
@@ -253,9 +256,9 @@ def find_near_duplicates(
 ) -> Step | None:
     """Run the step `near_duplicates` unless cached; it writes like.npy (see near.find_likes).
 
-    None unless data.dedup.method is near. settle(table) returns what selection.settle does, and depends on `others`; it
-    is called only if the step is not in the cache. Prints the counts. Raises NotPrepared if the step is missing and
-    the cache may not build.
+    None unless data.dedup.method is near. settle(table) returns what selection.settle does; it is called only if the
+    step is not in the cache. `others` is everything that its result depends on, for the step's key. Prints the counts.
+    Raises NotPrepared if the step is missing and the cache may not build.
     """
     settings = context.data.dedup
     if settings.method != "near":
@@ -288,8 +291,9 @@ def find_near_duplicates(
 def select_documents(context: Context, read: Documents, inputs: Sequence[Input]) -> Selection:
     """Run the step `selection` and those that it needs unless cached. Print the counts.
 
-    The step's decisions.npy has a code per document. Raises UserError for an entry of data.sources that has nothing
-    left to train on, or a field that holds out nothing; NotPrepared if a step is missing and the cache may not build.
+    The step's decisions.npy has a code per document. If the cache may build, raises UserError for an entry of
+    data.sources that has nothing left to train on, or a field that holds out nothing. If it may not, raises NotPrepared
+    for a missing step.
     """
     contamination_step = contamination.find_contaminated(context, read)
     perplexity_step = perplexity.measure_perplexity(context, read)
@@ -349,7 +353,8 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
 def _say_selection(context: Context, step: Step, chosen: Selection, sides: Mapping[str, tuple[str, Any]]) -> None:
     """Print what is dropped, held out and kept, and the leak if a field decides what is held out.
 
-    `sides` maps each key of Data.sides to (field, setting). Raises UserError if such a field holds out nothing.
+    `sides` maps each key of Data.sides to (field, setting). Raises UserError if such fields hold out nothing, unless
+    the cache may not build.
     """
     total = chosen.total
     dropped = ", ".join(f"{total[name]:,} {name.replace('_', ' ')}" for name in selection.NAMES[2:] if total[name])

@@ -120,7 +120,7 @@ _BYTES_A_SOURCE = 2_000_000
 
 
 def sample_texts(read: Documents, decision: selection.Decisions) -> Iterator[tuple[str, str]]:
-    """Yield (source, document) to measure compression on, at most about 2 MB a source.
+    """Yield (source, document) to measure compression on, until a source has given 2 MB.
 
     The documents are held-out ones, or training documents of a source that has none held out.
     """
@@ -170,7 +170,10 @@ def compressions(tokenizer: Step) -> dict[str, Compression]:
 
 
 def compression_table(measured: Mapping[str, Compression]) -> list[str]:
-    """Return aligned lines of source, bytes per token and characters per token; joins several tokenizers by ->."""
+    """Return aligned lines of source, bytes per token and characters per token, below a header.
+
+    Of several tokenizers, in the order of Compression.tokens, the numbers are joined by ->.
+    """
     rows: list[tuple[str, ...]] = [("source", "bytes a token", "characters a token")]
     for source, row in measured.items():
         sizes = (row.bytes, row.characters)
@@ -250,9 +253,10 @@ def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: P
 
 
 def _copy_tokenizer(context: Context, path: Path) -> Step:
-    """Run the step `tokenizer` that copies an existing tokenizer.
+    """Run the step `tokenizer` unless cached: copy an existing tokenizer.
 
-    Raises UserError if it is unreadable or names no </s>.
+    Raises UserError if it is unreadable or names no </s>, NotPrepared if the step is missing and the cache may not
+    build.
     """
     kind = tokenizer_json if encoders.is_json(path) else vocab
     kind.load(path)
@@ -270,6 +274,7 @@ def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> St
     vocab_size = settings.vocab_size
 
     def make(directory: Path) -> dict[str, object]:
+        """Write tokenizer.model into directory; return the manifest."""
         lines = _sampled_lines(context, read, chosen)
         manifest = vocab.train(lines, directory, vocab_size, settings.character_coverage)
         return {**manifest, **_compression_entry({"trained": directory / "tokenizer.model"}, read, chosen)}
@@ -280,8 +285,8 @@ def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> St
 def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path: Path) -> Step:
     """Run the step `tokenizer` unless cached: extend a tokenizer by pieces of the sample, whose size is printed.
 
-    Checks that text without Chinese is encoded as before, or raises RuntimeError. Raises UserError when the tokenizer
-    cannot be extended.
+    Checks the new one: raises RuntimeError if text without Chinese is not encoded as before. Raises UserError when the
+    tokenizer cannot be extended, NotPrepared if the step is missing and the cache may not build.
     """
     settings, is_json = context.recipe.tokenizer, encoders.is_json(path)
     assert settings.extend_to is not None
@@ -334,7 +339,7 @@ def _depends_on(context: Context, chosen: Selection) -> dict[str, object]:
 def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iterator[str]:
     """Choose the sample, print its size, and return its lines as an iterator.
 
-    Raises UserError as choose_sample() does.
+    Raises UserError when the sample would not fit in memory, and for weights of an unknown source.
     """
     settings = context.recipe.tokenizer
     table, sources = selection.Table.read(read.chunks), [item.source for item in read.inputs]
@@ -348,6 +353,6 @@ def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iter
 
 
 def _compression_entry(tokenizers: Mapping[str, Path], read: Documents, chosen: Selection) -> dict[str, object]:
-    """Return {"compression": {source: counts}} for the manifest, measured with these tokenizers on sample texts."""
+    """Return {"compression": {source: fields of Compression}}: these tokenizers, {name: file}, on sample_texts()."""
     measured = measure_compression(tokenizers, sample_texts(read, chosen.decisions()))
     return {"compression": {source: asdict(row) for source, row in measured.items()}}

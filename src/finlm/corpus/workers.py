@@ -63,7 +63,7 @@ def limit_workers(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
 def limits(asked: int) -> dict[str, int]:
     """Return {reason: largest number of workers} for this process now, by cores, memory and open files.
 
-    Raises the soft limit of open files as far as the `asked` workers need.
+    A number may be 0 or less. Lifts this process's soft limit of open files as far as the `asked` workers need.
     """
     cores = available_cores()
     free = units.available_bytes()
@@ -93,7 +93,7 @@ def available_cores() -> int:
 def open_pool(count: int) -> Iterator[Executor | None]:
     """Yield a pool of `count` spawned processes, shut down after the block; yield None for 1, which needs no process.
 
-    Raises UserError when workers cannot be started, and when a worker is killed while the block runs.
+    With 1, lets this process keep memory that it frees. Raises UserError if workers cannot be started or one is killed.
     """
     if count == 1:
         _keep_freed_memory()
@@ -153,10 +153,7 @@ def map_in_order(
 
 
 def _submit(executor: Pool, function: Callable[[Task], Result], task: Task) -> Pending[Result]:
-    """Submit a task and return the Pending to wait for.
-
-    Raises BrokenProcessPool if a worker has died, also while others were still starting.
-    """
+    """Submit a task; return the Pending to wait for. BrokenProcessPool if a worker died, even while others started."""
     try:
         return executor.submit(function, task)
     except OSError as error:  # its pipe is closed
@@ -181,8 +178,7 @@ def _prepare_worker() -> None:
 def _keep_freed_memory() -> None:
     """Let this process keep up to 128 MiB that it frees; does nothing where the C library is not glibc.
 
-    Every chunk takes and frees some 50 MiB. When the kernel takes them back each time, it spends 4 ms a MB of text on
-    clearing the same pages again.
+    Every chunk takes and frees some 50 MiB, which the kernel would clear again each time: 4 ms a MB of text.
     """
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -200,6 +196,7 @@ def _allow_open_files(wanted: int) -> int:
 
 
 def _count_open_files() -> int:
+    """Return how many files this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -216,6 +213,7 @@ def _cgroups() -> list[Path]:
 
 
 def _read_words(path: Path) -> list[str]:
+    """Return the words of a file, split at white space; [] if it cannot be read."""
     return _read_text(path).split()
 
 
@@ -237,8 +235,7 @@ class Mapper(Protocol):
 class Engine(Protocol):
     """Where workers run; which one it is changes no result.
 
-    A task that reads or writes files of the cache lists them by the methods reads() and writes(), for workers whose
-    disk is another; the function calls them by the same path there.
+    A task lists the cache files that it reads and writes by reads() and writes(), for workers that have another disk.
     """
 
     def start(self, at_most: int) -> AbstractContextManager[Mapper]:
@@ -252,6 +249,7 @@ class LocalEngine:
     """Worker processes of this machine, at most `asked`. With is_shown, prints the limit that allows fewer."""
 
     def __init__(self, asked: int, *, is_shown: bool = False) -> None:
+        """Keep the number of workers asked for, and whether to print the limit; start nothing."""
         self._asked, self._is_shown = asked, is_shown
 
     @cached_property
@@ -264,9 +262,9 @@ class LocalEngine:
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Start at most `at_most` workers, at least 1, and yield their Mapper; they end with the block.
+        """Start at most `at_most` workers, at least 1 (which is this process), and yield their Mapper for the block.
 
-        Raises UserError as open_pool() does.
+        Raises UserError when workers cannot be started, and when one is killed while the block runs.
         """
         used = max(1, min(self.count, at_most))
         with open_pool(used) as pool:
@@ -286,6 +284,7 @@ class Kept(Generic[Task]):
     path: Path
 
     def __str__(self) -> str:
+        """Return the path of its file."""
         return str(self.path)
 
     def reads(self) -> tuple[Path, ...]:
@@ -360,6 +359,7 @@ class Context:
     """A recipe, the cache, and the engine whose workers its steps use; `local` has those of this machine."""
 
     def __init__(self, recipe: Recipe, cache: Cache, engine: Engine | None = None) -> None:
+        """Keep them; without an engine, make one of data.num_proc local workers. Start no worker."""
         self.recipe = recipe
         self.data = recipe.data
         self.cache = cache
@@ -381,7 +381,8 @@ class Context:
     ) -> Iterator[Kept[Task]]:
         """Yield a Kept for every (key, task) in order, once its file is there; compute what the cache lacks.
 
-        Uses at most `at_most` workers. Prints and raises as make_missing() does, and UserError as open_pool() does.
+        Uses at most `at_most` workers, if given. Prints how many files are missing if some are there. Raises what a
+        task raises, and UserError when workers cannot be started or one is killed.
         """
         work = self.list_kept(name, function, tasks)
         missing = sum(not each.path.is_file() for each in work)
@@ -397,7 +398,7 @@ class Context:
     ) -> Iterator[Arrays]:
         """Yield function(task), a dict of arrays, for every (key, task) in order; compute only what the cache lacks.
 
-        Does what make_kept() does, and loads each file; a damaged one is computed again.
+        Does what make_kept() does, and reads each file; a damaged one is computed again, in this process.
         """
         return map(load_kept, self.make_kept(name, function, tasks, at_most))
 
