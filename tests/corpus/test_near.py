@@ -337,7 +337,7 @@ def test_a_search_that_was_killed_takes_up_the_finished_ranges(tmp_path: Path, m
     assert np.array_equal(search("fourth"), whole) and len(done) == finished + 1
 
 
-def test_a_range_takes_the_same_memory_in_a_larger_corpus_and_the_parent_a_block_of_labels(
+def test_a_range_takes_the_same_memory_in_a_larger_corpus_and_the_parent_a_label_a_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any equal keys, so that nothing is compared: what the search itself allocates."""
@@ -369,4 +369,4 @@ def test_a_range_takes_the_same_memory_in_a_larger_corpus_and_the_parent_a_block
     monkeypatch.setattr(workers, "BLOCK", size)
     small, large = measure(2), measure(32)
     assert large[0] < 1.1 * small[0] and large[0] < 80 * size
-    assert large[1] < small[1] + 2 * 30 * size
+    assert large[1] < small[1] + 6 * 30 * size, "4 of them labels; the states were there"

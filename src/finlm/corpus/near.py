@@ -14,9 +14,10 @@ itself: workers sort the keys of groups of a million documents once, and then ea
 all groups (_find_repeats). What a task returns depends on the texts alone, so neither the number of workers and hosts
 nor that of ranges changes a byte. What finished tasks returned is kept: a run that was killed does not do them again.
 
-Memory: the parent holds a byte a document, and maps a file of 4 (8 beyond 2**32 documents). A worker takes 230 MB for a
-group's keys, 70 for a range, and at most 96 for caches of n-grams and refused pairs; each document beyond a million
-that shares its key takes 60 bytes more. Disk: 256 bytes a document are kept, 258 more are taken by a search.
+Memory: the parent holds 5 bytes a document (9 beyond 2**32 documents): labels are written at random places, and a
+mapped file would be rewritten with every range. A worker takes 230 MB for a group's keys, 70 for a range, and at most
+96 for caches of n-grams and refused pairs; each document beyond a million that shares its key takes 60 bytes more.
+Disk: 256 bytes a document are kept, 258 more are taken by a search.
 """
 
 from __future__ import annotations
@@ -98,9 +99,7 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
     for those preferred to all others; otherwise the first is preferred. run_tasks(name, function, tasks) yields the
     function's arrays for each task in order; the name is unique. Raises what a task raises.
     """
-    like = np.lib.format.open_memmap(
-        search.directory / "like.npy", mode="w+", dtype=workers.label_type(len(states)), shape=states.shape
-    )
+    like = np.empty(len(states), dtype=workers.label_type(len(states)))
     for block in blocks(len(like)):
         like[block] = np.arange(block.start, block.stop)
     compared = 0
@@ -128,7 +127,7 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
             break
     orphans, _ = _find_orphans(like)
     like[orphans] = orphans
-    like.flush()
+    np.save(search.directory / "like.npy", like)
     return compared
 
 
