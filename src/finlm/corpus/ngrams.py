@@ -321,12 +321,9 @@ class SortedKeys:
 
 
 def _read_at(file: int, kind: str, offset: int, count: int) -> npt.NDArray[Any]:
-    """Read `count` values of a NumPy type at a byte offset of a file. Raises OSError if the file is shorter.
-
-    Has the kernel read whole blocks of 256 KiB: the next ranges, of a few kB each, are in memory then.
-    """
+    """Read `count` values of a NumPy type at a byte offset of a file. Raises OSError if the file is shorter."""
     size = np.dtype(kind).itemsize * count
-    first = offset - offset % 2**18
+    first = offset - offset % 2**18  # whole blocks of 256 KiB are read: the next ranges are in memory then
     os.posix_fadvise(file, first, offset + size - first + -(offset + size) % 2**18, os.POSIX_FADV_WILLNEED)
     data = os.pread(file, size, offset)
     if len(data) != size:
