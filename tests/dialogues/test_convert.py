@@ -20,9 +20,9 @@ from finlm import prepare
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.corpus.encode import SPLITS
 from finlm.corpus.read import readers
 from finlm.corpus.read.sources import Input
-from finlm.corpus.selection import SPLITS
 from finlm.dialogues import lint, shards
 from finlm.recipe import cluster, recipe
 from finlm.recipe.schema import Recipe
