@@ -30,7 +30,7 @@ NIGHT_HOURS = 12
 class Advice:
     """What a plan means. Bytes are of all hosts together, disk bytes of the host that needs most; seconds predicted.
 
-    None stands for what is unknown or does not apply: times and costs without a predicted speed, for example.
+    None is what is unknown or does not apply, as times and costs without a speed. night_steps are those of 12 hours.
     """
 
     tokens: int
@@ -171,8 +171,8 @@ def losable_hosts(recipe: Recipe, shape: ModelShape, plan: Plan) -> str:
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int, int]:
     """Return (bytes of a checkpoint, bytes of the largest rank's files).
 
-    They hold 16-bit weights, fp32 master and Adam's two moments. Stage 3 keeps no separate weights, stage 0 in fp32 no
-    separate master. With adapters, frozen weights are kept too.
+    They hold weights in the plan's precision, fp32 master and Adam's moments. Stage 3 keeps no separate weights, stage
+    0 in fp32 no separate master. With adapters, frozen weights are kept too, except those in 4 bits.
     """
     e = memory.ELEMENT_BYTES[plan.precision]
     has_master = plan.zero_stage > 0 or e == 2
@@ -271,9 +271,9 @@ Fitting = Callable[[Recipe, Cluster], list[Candidate]]
 
 
 def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
-    """Return a sentence on which checkpoint keys to change so that the recipe fits; "" if no such change is enough.
+    """Return a sentence on the checkpoint key to change so that the recipe fits; "" if no such change is enough.
 
-    `fitting` returns the candidates of a recipe that fit a cluster.
+    Tries it without memory_minutes, then with asynchronous: false. `fitting` returns the candidates that fit a cluster.
     """
     without = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"memory_minutes": None})})
     if recipe.checkpoint.memory_minutes is not None and fitting(without, cluster):

@@ -113,9 +113,9 @@ def declare(gpu: Gpu) -> None:
 
 @functools.cache
 def find(name: str) -> Gpu:
-    """Return the GPU kind of this name or nvidia-smi pattern, declared kinds first; cached.
+    """Return the GPU kind of this name, or of the name that nvidia-smi prints; declared kinds come first. Cached.
 
-    Raises PlanError for an unknown name.
+    Upper and lower case are alike. Raises PlanError for an unknown name.
     """
     known = kinds()
     by_name = {kind.casefold(): gpu for kind, gpu in known.items()} | _declared
@@ -260,7 +260,7 @@ def _capability(host: str, gpu: str | None) -> str:
 
 
 def precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
-    """Return (precision, sentences with the reason); auto is fp32 on CPU, bf16 where every GPU has it, else fp16.
+    """Return (precision, [a sentence with the reason]); auto is fp32 on CPU, bf16 where every GPU has it, else fp16.
 
     Raises PlanError when the hardware cannot run train.precision, and for an unknown GPU kind.
     """
@@ -345,10 +345,11 @@ def remember_run(
 ) -> MeasuredRun | None:
     """Store the GPU speed that a finished run shows in runs.jsonl and return it; None if the run shows none.
 
-    `planned` and `measured` are tokens/s. Only 16-bit pretraining and SFT runs count, on GPUs of one kind, whose step
-    is mostly arithmetic; what the plan adds to that (transfers, the optimizer) is taken as planned. Raises PlanError
-    for a GPU kind that is unknown by now, and OSError, ValueError or TypeError when the file cannot be written or is
-    damaged.
+    `planned` and `measured` are tokens/s, `name` the run's, whose former row is replaced. Only 16-bit pretraining and
+    SFT runs count, of LEAST_PARAMETERS or more, on GPUs of one kind, whose planned step is 70 % arithmetic and whose
+    arithmetic took between half and twice as long as planned; transfers and the optimizer are taken as planned. Raises
+    PlanError for a GPU kind that is unknown by now, OSError when the file cannot be written, and ValueError or
+    TypeError when it is damaged.
     """
     kinds, parts = {host.gpu for host in plan.hosts}, plan.step_seconds
     if not (planned and measured and plan.gpu_mfu and parts) or len(kinds) != 1:
@@ -388,7 +389,7 @@ def _read_user_kinds() -> list[Gpu]:
 def measure() -> list[Gpu]:
     """Measure this machine's GPUs in a process with torch; store their kinds in the user's table and return them.
 
-    Raises UserError when that fails or takes more than LIMIT_SECONDS.
+    Raises UserError when that fails or takes more than LIMIT_SECONDS, OSError when the table cannot be written.
     """
     command = [sys.executable, "-c", "from finlm.train import measure_hardware; measure_hardware.measure_gpus()"]
     try:

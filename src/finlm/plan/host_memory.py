@@ -22,7 +22,10 @@ NVME_STATE_BYTES = 16  # fp32 master, both moments and the gradient of a paramet
 
 
 def has_snapshot(recipe: Recipe) -> bool:
-    """Return whether checkpoints are written from a copy in host memory while training goes on."""
+    """Return whether checkpoints are written from a copy in host memory while training goes on.
+
+    So it is with checkpoint.asynchronous if every_steps or memory_minutes is set; one at the end alone needs no copy.
+    """
     keep = recipe.checkpoint
     return keep.asynchronous and (keep.every_steps is not None or keep.memory_minutes is not None)
 

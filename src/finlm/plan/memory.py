@@ -325,7 +325,7 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def allocated_bytes(items: dict[str, int]) -> int:
-    """Return the part of gpu_items that torch.cuda.max_memory_allocated reports."""
+    """Return the bytes of gpu_items() that torch reports as allocated: all but context, process and fragmentation."""
     return sum(size for name, size in items.items() if name not in ("context", "process", "fragmentation"))
 
 

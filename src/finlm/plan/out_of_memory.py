@@ -59,7 +59,8 @@ def explain_failure(recipe: Recipe, plan: Plan, taken: Mapping[str, Taken], erro
     """Return, without raising it, the UserError of a rank that ran out of memory.
 
     `error` is torch's. `taken` is {host's name: figures} of the host that failed, one entry; its RAM stands for that of
-    all. The fix is the next plan that fits, or larger GPUs.
+    all. The fix is the next plan that fits; where that has the same settings, to end what else is on the GPU; and
+    without any such plan, larger or more GPUs.
     """
     (figures,) = taken.values()
     device, largest = "GPU" if plan.device == "cuda" else "rank", format_items(plan.gpu_bytes_items, most=4)
@@ -85,7 +86,8 @@ def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, 
     """Return the fastest plan that fits if predictions are off as much as this plan's; None when there is none.
 
     `plan` ran out of memory; `taken` has the figures of the ranks that failed, by host. `former` is how many plans of
-    this run ran out of memory before; with each the new plan leaves more room, if one can.
+    this run ran out of memory before; with each the new plan leaves more room, if one can. The result's
+    gpu_memory_bytes are those of the smallest device, not the limit that it was planned with.
     """
     shape = shape_of(recipe, plan.vocab_size)
     recipe = search.as_planned(recipe, plan.asynchronous_checkpoints)

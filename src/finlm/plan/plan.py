@@ -190,7 +190,10 @@ def hosts_error(path: Path, step: int, planned: Mapping[str, Any], plan: Plan, c
 
 
 def decided_keys(plan: Mapping[str, Any]) -> dict[str, object]:
-    """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches are {host name: rows}."""
+    """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches are {host name: rows}.
+
+    A key that an older plan lacks has the value None; grpo.generation_rows is left out where it is 0 or absent.
+    """
     values = {key: plan.get(name) for name, key in CHOICES.items() if name != "generation_rows" or plan.get(name)}
     rows = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
     return values | ({"batch.micro_batch": rows} if len(set(rows.values())) > 1 else {})

@@ -4,9 +4,8 @@ A few hundred candidates at most, so all are computed: ZeRO stage x offload x re
 each kind gets its own micro-batch, so that all ranks end a micro-step at about the same time; the loss is divided by
 the labels of all ranks, so who reads how many rows does not change the gradient.
 
-"auto" leaves out what DeepSpeed 0.19.8 does badly: NVMe (the optimizer state does not survive a resume) and stage 0 (in
-16 bits it takes a step on zero gradients before the first one, so AdamW decays the weights once and Adam's bias
-correction is one step ahead; in fp32 it reports no gradient norm). Stage 1 costs the same on one GPU.
+"auto" leaves out what DeepSpeed 0.19.8 does badly: NVMe (its state does not survive a resume) and stage 0 (in 16 bits
+it begins with a step on zero gradients, in fp32 it reports no gradient norm; stage 1 costs the same on one GPU).
 """
 
 from __future__ import annotations
@@ -65,19 +64,19 @@ class Candidate:
 
     @property
     def over(self) -> float:
-        """Needed over available memory, the larger ratio of device and host; a candidate fits up to 1."""
+        """Needed over available memory, the larger of device's and host's; 0 counts where a limit is unknown."""
         gpu = self.gpu_bytes / self.gpu_limit if self.gpu_limit else 0.0
         host = self.host_bytes / self.host_limit if self.host_limit else 0.0
         return max(gpu, host)
 
     @property
     def fits(self) -> bool:
-        """Whether device and host memory suffice."""
+        """Whether device and host memory suffice, as far as they are known."""
         return self.over <= 1.0
 
     @property
     def is_roomy(self) -> bool:
-        """Whether the GPU has MARGIN of its memory free beside what its allocator cannot give back; True on CPU."""
+        """Whether MARGIN of the GPU stays free, its spare cache not counted; True on CPU and for an unknown memory."""
         if self.gpu_limit is None or self.layout.device == "cpu":
             return True
         least = memory.FRAGMENTATION * memory.allocated_bytes(self.gpu_items)
@@ -110,7 +109,10 @@ class Choices:
 
 
 def allowed_choices(recipe: Recipe) -> Choices:
-    """Return the values to try: what the recipe fixes, alone; for auto all but stage 0, NVMe, and what 4 bits bar."""
+    """Return the values to try: one that the recipe fixes is the only one; for auto all but stage 0 and NVMe.
+
+    4-bit weights leave out stage 3 and offloaded parameters; hpZ and quantized collectives leave only stage 3.
+    """
     zero = recipe.zero
     quantized = is_quantized(recipe)
     stages: tuple[int, ...] = (1, 2) if quantized else (1, 2, 3)
@@ -144,8 +146,7 @@ def candidates_or_waiting(
 ) -> tuple[Recipe, list[Candidate]]:
     """Return (recipe, its candidates), fitting or not. PlanError if batch.micro_batch does not fit the hosts.
 
-    If none fits and the recipe does not set checkpoint.asynchronous, tries false, and returns that recipe with its
-    candidates if one fits.
+    If none fits and the recipe does not set checkpoint.asynchronous, returns both for false if one fits with that.
     """
     found = list(candidates(recipe, cluster, shape, precision, rows_per_step))
     if any(one.fits for one in found) or "asynchronous" in recipe.checkpoint.model_fields_set:
@@ -334,9 +335,8 @@ def _with_generation_rows(
 ) -> Layout:
     """Return the layout with its micro-batch and, for GRPO, how many answers a rank generates at once.
 
-    Takes grpo.generation_rows, at most all answers, if it is a number. For auto, takes what fits in the smallest GPU
-    less MARGIN, or in what training needs if that is more (all answers if no memory is known), in chunks of about equal
-    size.
+    A number in grpo.generation_rows is taken, up to all answers. auto: about equal chunks that fit in the smallest GPU
+    less MARGIN, or in what training needs if that is more; all answers if no memory is known.
     """
     layout = dataclasses.replace(layout, micro_batch=micro_batch, accumulates=accumulation > 1)
     answers = micro_batch * accumulation

@@ -365,7 +365,7 @@ def print_differences(names: tuple[str, str], values: list[Difference], follows:
 
 
 def _cell(value: Any, origin: str, path: str) -> str:
-    """Return a value and its origin as text for a table; lines of the file `path` are given by number."""
+    """Return a value and its origin as text for a table, ABSENT for None; lines of the file `path` only by number."""
     shown = ABSENT if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{shown}  ({origin.replace(f'{path}:', 'line ')})"
 
