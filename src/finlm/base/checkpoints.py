@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 20
 
 
 class Unreadable(UserError):
-    """Raised when a manifest is not JSON, so damaged; `Manifest.read` names the other errors."""
+    """Raised when a checkpoint's manifest is not JSON, so damaged; another version raises a plain UserError."""
 
 
 @dataclass(frozen=True)

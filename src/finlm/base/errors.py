@@ -23,6 +23,7 @@ class UserError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
+        """Return the problem, and on further lines "evidence: ..." and "fix: ..." if there are any."""
         parts = [self.problem]
         if self.evidence:
             parts.append(f"evidence: {self.evidence}")
@@ -31,6 +32,7 @@ class UserError(Exception):
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Return how pickle makes the error again; further attributes of a subclass are lost."""
         # Keyword-only arguments do not survive default pickling, and workers hand errors to their parent by pickle.
         return functools.partial(type(self), evidence=self.evidence, fix=self.fix), (self.problem,)
 

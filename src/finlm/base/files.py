@@ -21,7 +21,7 @@ _READABLE = 1_000_000  # characters
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text to path in UTF-8, atomically as write_bytes does."""
+    """Write text to path in UTF-8, whole or not at all, making missing parents. Raises OSError."""
     write_bytes(path, text.encode("utf-8"))
 
 

@@ -85,12 +85,12 @@ def is_alive(pid: int) -> bool:
 
 
 def children(parent: int) -> list[int]:
-    """Return the pids of the direct children of the process `parent`."""
+    """Return the pids of the direct children of the process `parent`. Raises FileNotFoundError without /proc."""
     return [pid for pid, above in _read_parents().items() if above == parent]
 
 
 def descendants(top: int) -> list[int]:
-    """Return the pids of all descendants of the process `top`: its children first, then theirs."""
+    """Return the pids of all descendants of the process `top`, children first. FileNotFoundError without /proc."""
     parents, level, below = _read_parents(), [top], []
     while level:
         level = [pid for pid, above in parents.items() if above in level]
@@ -99,7 +99,7 @@ def descendants(top: int) -> list[int]:
 
 
 def _read_parents() -> dict[int, int]:
-    """Return {pid: parent's pid} of all processes on this machine."""
+    """Return {pid: parent's pid} of all processes on this machine. Raises FileNotFoundError without /proc."""
     parents = {}
     for entry in os.listdir("/proc"):
         status = read_status(int(entry)) if entry.isdigit() else None

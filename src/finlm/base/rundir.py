@@ -85,7 +85,7 @@ class RunDir:
         return self.path / "rewards" / f"{sha256}.py"
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Append {"kind": kind, "time": Unix seconds, **fields} to events.jsonl; NaN and infinity become null."""
+        """Append {kind, time (Unix seconds), **fields} to events.jsonl; NaN, infinity become null. Raises OSError."""
         files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_without_nan(fields)})
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
@@ -142,7 +142,10 @@ class RunDir:
         return sum(not well for *_, well in launches), sum(last - first for first, last, _ in launches)
 
     def memory(self, directory: str) -> Path:
-        """Return where this run's checkpoints in a host's memory lie; `directory` is checkpoint.memory_directory."""
+        """Return the path, not made here, of this run's checkpoints in a host's memory, below `directory`.
+
+        That is checkpoint.memory_directory. The path has the user's id, the run's name and a hash of its place.
+        """
         path = str(self.path.resolve())
         return Path(directory) / f"finlm-{os.getuid()}" / f"{self.path.name}-{files.sha256_json(path)[:8]}"
 

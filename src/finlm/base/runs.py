@@ -89,7 +89,8 @@ def prove_model(directory: Path) -> None:
     """Compare a model directory's files with its finlm.json by size and sha256; do nothing without that file.
 
     Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory. Skips
-    files that this process has compared before, and prints how much was compared, as check_parts() does.
+    the work if this process has compared the files before and they have not changed since. Shows and prints to stderr
+    what takes more than a second.
     """
     path = directory / MODEL_MANIFEST
     if not path.is_file():
@@ -220,7 +221,8 @@ def complete_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the newest one if `path` is a run, after comparing its files' hashes.
 
     Raises UserError when it is not complete, is of another version, has files on other hosts only, or is damaged. Skips
-    the comparison, and prints, as check_parts() does.
+    the comparison if this process has made it before and the files have not changed since. Prints to stderr what takes
+    more than a second, and newer checkpoints that it passes over.
     """
     if (path / "plan.json").is_file():
         path = newest_checkpoint(RunDir(path))
@@ -252,7 +254,7 @@ def lock_run(run: RunDir) -> Iterator[None]:
     """Lock the run (its file .lock) in the block, without waiting; do nothing if this process holds the lock already.
 
     Writes this process's pid and host into .lock. Raises UserError with the pid of the process that holds the lock. The
-    ranks hold another lock, .lock-<host> (see hold).
+    ranks hold another lock, .lock-<host> (hold_lock).
     """
     path = run.path.resolve()
     if path in _held:

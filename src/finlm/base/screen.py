@@ -154,13 +154,13 @@ def show(text: str = "") -> None:
 
 
 def heading(text: str) -> None:
-    """Print a line of the result, translated, bold on a terminal. Raises as show() does."""
+    """Print a line of the result, translated, bold on a terminal. Raises UserError if it cannot, as on a full disk."""
     text = translate(text)
     _print(_results, text, text)
 
 
 def write(text: str) -> None:
-    """Print a piece of the result as it is: not translated, not folded, no end of line added. Raises as show() does."""
+    """Print a piece of the result as it is: untranslated, not folded, without end of line. UserError on a full disk."""
     with _ignore_closed(_results):
         print(text, end="", file=_stream(_results), flush=True)
 
@@ -174,7 +174,7 @@ def print_json(document: Any) -> None:
 def print_styled(parts: Sequence[tuple[str, str]]) -> None:
     """Print (text, rich style; "" = plain) pairs as one paragraph of the result, each text translated.
 
-    Raises as show() does.
+    Raises UserError when stdout cannot be written, as on a full disk.
     """
     from rich.text import Text
 
@@ -322,7 +322,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows below a header as part of the result, translated; on a terminal ok is green, warn yellow, FAIL red.
 
     On a terminal that is too narrow for the longest words of the columns, each row becomes a block of lines. In a file
-    or a pipe each row is one line. Raises as show() does.
+    or a pipe each row is one line. Raises UserError when stdout cannot be written, as on a full disk.
     """
     lines = [[translate(" ".join(cell.split())) for cell in row] for row in (header, *rows)]
     stream = _stream(_results)

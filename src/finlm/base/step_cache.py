@@ -139,6 +139,7 @@ class Cache:
     ) -> Step:
         """Return the step of this name and these inputs from the cache, or build it with make(directory) -> manifest.
 
+        `depends_on` holds the inputs as JSON-able values. To build, the caller holds lock_cache().
         `make` writes into an empty temporary directory; its manifest is stored with step, key and file lengths added. A
         step whose files have the wrong length is removed and built again, with a notice on stderr. `needed_bytes` is
         the disk space to check for before building, or a function that returns it. Raises UserError when the disk is
@@ -305,7 +306,7 @@ def file_changed(path: File) -> UserError:
 def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
     """Yield the hex sha256 of each file in order; reads up to _AT_ONCE files of a store, or groups of others, at once.
 
-    Raises UserError as sha256() does.
+    Raises UserError when a file cannot be opened, OSError when reading fails later.
     """
     size = _GROUP if all(isinstance(path, Path) for path in paths) else 1
     groups = [paths[first : first + size] for first in range(0, len(paths), size)]

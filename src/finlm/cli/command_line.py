@@ -213,7 +213,7 @@ def to_sync(options: argparse.Namespace) -> list[str]:
 def _load(
     options: argparse.Namespace, path: str | Path, recipe: Recipe, include: str = "", exclude: str = ""
 ) -> Cluster:
-    """Return the hostfile as a Cluster with the recipe's hardware and hosts sections and --gpu. Raises UserError."""
+    """Return the Cluster of a hostfile with the recipe's hardware: and hosts: and --gpu. UserError if it is unfit."""
     from finlm.recipe import cluster
 
     return cluster.load(path, recipe.hardware, options.gpu, recipe.hosts, include, exclude)

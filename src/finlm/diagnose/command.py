@@ -66,7 +66,7 @@ def _of_run(logs: Sequence[Log], run: Path, lang: str, keep: bool = True) -> lis
 
 
 def _read_run(run: Path, since: Mapping[str, int] | None = None) -> list[Log]:
-    """Return all logs of a run directory, scanned. Raises OSError.
+    """Return all logs of a run directory, scanned; [] if it has none. Raises OSError when one cannot be read.
 
     `since` maps a path to the number of its first lines to skip; None skips none.
     """
@@ -350,7 +350,8 @@ def evidence(logs: Sequence[Log]) -> str:
 def ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer:
     """Send the masked evidence to the first model of an OpenAI-compatible endpoint and return its answer.
 
-    Raises OSError if it cannot be reached, ValueError, LookupError or TypeError if it answers something else.
+    Raises OSError or HTTPException if it cannot be reached, ValueError, LookupError or TypeError if it answers
+    something else.
     """
     base = endpoint.rstrip("/")
     models = _call(f"{base}/models", None)["data"]

@@ -359,7 +359,7 @@ def exceptions(log: Log) -> list[Raised]:
 
 
 def tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
-    """Yield (line number, byte offset, text) of the lines in the stored end of a log; a redrawn bar's last state."""
+    """Yield (line number, byte offset, text) of the lines in a log's stored end; of a redrawn bar its last state."""
     offset, number = log.size - len(log.tail), log.tail_line
     for raw in log.tail.split(b"\n"):
         yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
@@ -392,7 +392,7 @@ class Ending:
 
     @classmethod
     def of(cls, rule: Mapping[str, Any]) -> Ending:
-        """Return the rule that an entry of endings.yaml describes. Raises KeyError without cause, re.error."""
+        """Return the rule of an entry of endings.yaml. Raises KeyError without `cause`, re.error for a bad regex."""
         error, frame, source = (re.compile(rule.get(key, "")) for key in ("error", "frame", "source"))
         return cls(rule["cause"], error, frame, source, rule.get("library"), tuple(rule.get("says", {}).items()))
 

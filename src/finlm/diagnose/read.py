@@ -382,9 +382,10 @@ def frame_before(hit: Hit) -> str:
 
 
 def is_of_library(hit: Hit, kind: str) -> bool:
-    """Return whether a library raised the hit. `kind`: "installed" asks for an installed package, "framed" for a frame.
+    """Return whether a library raised the hit, by the last frame before it.
 
-    "any" also takes a log that has no frame to tell.
+    For the kind "installed" that frame must be of an installed package; for "framed" and "any" it may be of a program
+    run from a clone. Without a frame returns False; but for "any" True if no line around the hit is a frame's.
     """
     if kind == "any" and b"File " not in hit.around:
         return True

@@ -92,7 +92,7 @@ class Signatures:
     """All signatures of a file by id, and the search for any of their literals."""
 
     def __init__(self, path: Path = SIGNATURES) -> None:
-        """Read a YAML file of signatures. Raises ValueError as `literals`, KeyError for an incomplete entry."""
+        """Read a YAML file of signatures. Raises KeyError for an incomplete entry, ValueError for short literals."""
         self.all = {entry["id"]: _signature(entry) for entry in read_yaml(path)}
         self.rules = path.with_name("endings.yaml")
         self.compiled: dict[str, re.Pattern[str]] = {}  # those that a line needed: most never are

@@ -126,7 +126,7 @@ def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
 
 
 def _read_content(draft: Path) -> Recipe | None:
-    """Return the recipe of a draft without name and origin, as _content does; None when it is no valid recipe."""
+    """Return the recipe of a draft with what _content() empties emptied; None when it is no valid recipe."""
     try:
         return _content(recipe.load(draft))
     except UserError:
@@ -265,7 +265,8 @@ def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
     """Load a recipe shrunk to toy scale, with `overrides` ("key=value") applied last.
 
     The toy's `expect` holds the losses of expect.toy, if the recipe has them and no override changes the training. Else
-    it is None. A recipe named in model.init_from becomes a toy too. Raises UserError as recipe.load does.
+    it is None. A recipe named in model.init_from becomes a toy too. Raises UserError for a recipe or override that
+    cannot be used.
     """
     written = recipe.load(path).recipe
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
@@ -311,7 +312,7 @@ def for_publication(recipe: Recipe) -> Recipe:
     """Return a valid recipe for the same training without private details, for model cards and trackers.
 
     Removes env, hosts:, self_qa and checkpoint.memory_directory, names hosts host1, host2 and so on, and masks
-    credentials. Shortens absolute paths as _without_directories does.
+    credentials. Of an absolute path keeps the last part; of one within an export, all from the run's name on.
     """
     aliases: dict[str, str] = {}
 

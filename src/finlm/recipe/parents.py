@@ -245,7 +245,7 @@ def start_of(recipe: Recipe) -> Start | None:
 def read_origin(directory: Path) -> Start | None:
     """Return run, recipe and step of the export in `directory`, from its finlm.json.
 
-    None if it names no run or is missing. Raises NotJson.
+    None if it names no run or is missing. Raises NotJson, a UserError, for a damaged one.
     """
     path = directory / checkpoints.MODEL_MANIFEST
     said = files.read_json(path) if path.is_file() else {}
@@ -253,9 +253,10 @@ def read_origin(directory: Path) -> Start | None:
 
 
 def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
-    """Return what a run of this recipe started from; None if from scratch. Raises NotJson as start_of does.
+    """Return what a run of this recipe started from; None if from scratch.
 
-    For a start whose own run is not here or cannot be read, returns the record in this run's manifest, if any.
+    For a start whose own run is not here or cannot be read, returns the record in this run's manifest, if any. Raises
+    NotJson for a damaged plan.json, finlm.json or manifest.json.
     """
     start = start_of(recipe)
     if start is None or start.settings is not None or not run.manifest.exists():
@@ -366,7 +367,7 @@ def shipped_file(path: Path) -> Path | None:
 def context_tokens(directory: Path) -> int:
     """Return the context length in tokens by config.json in a model directory.
 
-    2**31 if the file or the value is missing.
+    Returns 2**31 if the file or the value is missing. Raises NotJson for a damaged file.
     """
     path = directory / "config.json"
     config = config_json.text_part(files.read_json(path)) if path.is_file() else {}

@@ -2,8 +2,7 @@
 
 `base:` inherits one level: mappings merge, everything else replaces. `--set a.b=value` overrides last. Of the lengths
 of a run, which exclude each other, the nearest one counts. The origin of every value is kept, so that `plan` can print
-where it came from. YAML 1.2 through ruamel: 3e-4 is a number, `no` a string, duplicate keys an error (PyYAML differs on
-all three).
+where it came from. YAML 1.2 through ruamel, unlike PyYAML: 3e-4 is a number, `no` a string, duplicate keys an error.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def written_values(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, child_of: str | None = None) -> _Document:
-    """Read a recipe file, not its base. Raises UserError; `child_of` is file:line of a `base:` that names it."""
+    """Read a recipe file, not its base; `child_of` is file:line of a `base:` that names it. UserError if it cannot."""
     shown = relative(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -203,6 +202,7 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of the error's text."""
     return str(error).partition("\n")[0]
 
 
@@ -413,7 +413,7 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 
 def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:
-    """Fill in paths and hashes in the terms of grpo.reward, in place; return [(key, mistake)]. Raises UserError."""
+    """Complete the terms of grpo.reward (list, paths, hashes) in place; return [(key, mistake)]. Raises UserError."""
     if not isinstance(grpo, dict) or "reward" not in grpo:
         return []
     terms = grpo["reward"] = terms_of(grpo["reward"])

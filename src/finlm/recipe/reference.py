@@ -109,10 +109,7 @@ def _below(made_of: type[Section], prefix: str) -> Iterator[Part]:
 
 
 def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section], str]]:
-    """Yield (section, suffix) for each section that a value of the type may be or hold.
-
-    The suffix says how a key reaches into it: "", [i] for a list, .NAME for a mapping.
-    """
+    """Yield (section, suffix) for each section that a value may be or hold; suffix: [i] in a list, .NAME in a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, suffix
         return
@@ -240,17 +237,19 @@ def _number(field: FieldInfo, value: float) -> str:
 
 
 def _one_line(text: str) -> str:
+    """Return the first paragraph of the text as one line."""
     return re.sub(r"\s+", " ", text.strip().partition("\n\n")[0])
 
 
 def _anchor(part: Part) -> str:
+    """Return the id of a section's heading in the page."""
     return re.sub(r"[^a-z0-9]+", "-", part.key.casefold()).strip("-")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages, or with --check only print which are stale; return 1 with --check if any is, else 0.
+    """Write both pages and return 0; with --check only print which are stale and return 1 if any is.
 
-    In both cases also prints the keys without a Chinese sentence, which do not change the result.
+    Also prints the keys without a Chinese sentence, which do not change the result.
     """
     pages = {path: page(lang) for lang, path in PAGES.items()}
     stale = screen.write_pages(pages, argv, "python -m finlm.recipe.reference")

@@ -275,6 +275,7 @@ class Hardware(Section):
 
 
 def _write_number(value: Any) -> Any:
+    """Return an integer as text; other values, booleans too, are returned as they are."""
     return str(value) if type(value) is int else value  # YAML reads `OMP_NUM_THREADS: 4` as a number
 
 
@@ -403,7 +404,8 @@ class Recipe(Section):
     def read(cls, path: Path) -> Recipe:
         """Return the recipe of a run directory, in which every key is written; recipe.load reads what people write.
 
-        Raises UserError when another version of finlm wrote it, with other keys; OSError when it cannot be read.
+        Raises UserError when another version of finlm wrote it, with other keys, YAMLError when it is no YAML, and
+        OSError when it cannot be read.
         """
         try:
             return _parse(path.read_text(encoding="utf-8"))
@@ -416,4 +418,5 @@ class Recipe(Section):
 
 @functools.lru_cache(maxsize=2)  # a rank asks for the same one several times: 0.2 s each
 def _parse(text: str) -> Recipe:
+    """Return the recipe in a YAML text with every key; cached. Raises ValidationError, YAMLError if it is no YAML."""
     return Recipe.model_validate(YAML(typ="safe").load(text))

@@ -24,10 +24,12 @@ def _integral(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> Any:
+    """Return the number of bytes of 4096, 1e6 or "16MB". Raises ValueError on anything else."""
     return parse_bytes(_integral(value))
 
 
 def _count(value: Any) -> Any:
+    """Return the number of 4096, 1e6 or "3.9M". Raises ValueError on anything else."""
     return parse_count(_integral(value))
 
 

@@ -60,7 +60,8 @@ def fetch_description(init_from: str, revision: str | None) -> str:
 def fetch_weights(recipe: Recipe) -> None:
     """Download the weights of a ModelScope model in model.init_from if they are missing, cut short or unfit.
 
-    Does nothing for other models. Raises UserError as _fetch does. Prints what it downloads.
+    Does nothing for other models. Prints what it downloads. Raises UserError without the package modelscope-hub, or
+    when the download fails.
     """
     directory = Path(recipe.model.init_from or "-")
     if not _FETCHED.fullmatch(str(directory)):
@@ -106,9 +107,9 @@ def _fetch(directory: str, patterns: Sequence[str]) -> None:
 def check_model(recipe: Recipe) -> None:
     """Raise UserError when finlm cannot train the model of model.init_from; called before data are prepared.
 
-    Also raises it for an unfit reward model of grpo, or vLLM that grpo.engine needs and is not installed. If
-    model.init_from is a directory, checks its weights as check_judge does. Weights that are still to be fetched are not
-    looked at. May download config.json of a Hub model.
+    Also raises it for an unfit reward model of grpo, and for vLLM that grpo.engine needs and is not installed. If
+    model.init_from is a directory, its weights must be whole and fit config.json and finlm.json; but weights that are
+    still to be fetched are not looked at. May download config.json of a Hub model.
     """
     check_judge(recipe)
     if recipe.grpo is not None and recipe.grpo.engine != "transformers" and importlib.util.find_spec("vllm") is None:
@@ -210,8 +211,8 @@ def with_reward_model(recipe: Recipe, place: int, directory: str) -> Recipe:
 def check_judge(recipe: Recipe) -> None:
     """Raise UserError when a `model` term of grpo.reward names no complete reward model; skip terms that name a recipe.
 
-    A complete one has config.json and whole weights that fit it. If it has finlm.json, compares all its files with it
-    (runs.prove_model).
+    A complete one has config.json and whole weights that fit it. If it has finlm.json, the sha256 of all its files is
+    compared with those there, and this is printed when it takes over a second.
     """
     fix = "write choice, or name the export of a run of stage reward from the same start"
     for term in recipe.grpo.reward if recipe.grpo else ():

@@ -291,7 +291,8 @@ _CLOSED = questions(
 def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
     """Yield (text, {subject, answer}) without end; each letter is right once in four.
 
-    The text has a question, four lines of choices and a line with the answer. Raises ValueError as three_wrong() does.
+    The text has a question, four lines of choices and a line with the answer. Raises ValueError in a world too small
+    for three wrong choices.
     """
     stage, last_year = Stage(archive), Stage(archive, (LAST_YEAR,))
     letters: list[int] = []

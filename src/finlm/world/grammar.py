@@ -85,7 +85,7 @@ def fill(dice: Dice, bank: Bank, words: Words) -> str:
 
 
 def bank(template: str) -> Bank:
-    """Return the readings of the template, compiled for fill(). Raises ValueError as phrases() does."""
+    """Return the readings of the template, compiled for fill(). Raises ValueError for a surplus closing bracket."""
     return _compile_bank(phrases(template))
 
 
@@ -148,7 +148,7 @@ def templates(section: str) -> dict[str, str]:
 def banks(section: str) -> dict[str, Bank]:
     """Return {name: readings compiled for fill()} of a section of prose/words.toml.
 
-    Raises KeyError if there is no such section, ValueError as phrases() does.
+    Raises KeyError if there is no such section, ValueError for a surplus closing bracket.
     """
     return {name: bank(template) for name, template in templates(section).items()}
 

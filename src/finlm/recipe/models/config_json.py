@@ -25,7 +25,7 @@ TEXT_NAMES = {
 def text_part(config: traits.Config) -> traits.Config:
     """Return the config.json of the text decoder of a model that reads more than text; any other config.json as it is.
 
-    Sizes that it leaves to its class are filled in. Raises UserError as traits.records() does.
+    Sizes that it leaves to its class are filled in. Raises UserError for a damaged file of the user's records.
     """
     text, flat = config.get("text_config"), f"{config.get('model_type')}_text"
     if text is None and flat in _READS_AS:  # as published: the keys of both in one
@@ -51,7 +51,10 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:
-    """Return the path of config.json of a model directory or of a Hub model fetched before; None without it."""
+    """Return the path of config.json of a model directory or of a Hub model fetched before; None without it.
+
+    Asks no network. Raises ValueError for an impossible Hub id with a revision.
+    """
     path = Path(init_from) / "config.json"
     if path.is_file() or revision is None:
         return path if path.is_file() else None
@@ -87,7 +90,8 @@ def config_path(init_from: str, revision: str | None) -> Path:
 def hub_errors(problem: str, fix: str) -> Iterator[None]:
     """Turn errors of the block's access to the Hub into UserError(problem, fix=fix). Imports huggingface_hub (0.25 s).
 
-    If the Hub's host name cannot be resolved, only its cache is read: the client would retry for half a minute.
+    If the Hub's host name cannot be resolved, the block runs with constants.HF_HUB_OFFLINE set and reads only the
+    cache: the client would retry for half a minute.
     """
     from urllib.request import getproxies
 

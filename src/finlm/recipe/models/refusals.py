@@ -58,7 +58,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
     """Yield a sentence for each key of config.json that finlm would train, plan or export as something else.
 
     `rows` is the sequence length in tokens, 0 if unknown. A model that reads more than text gets that sentence alone.
-    Raises UserError as traits.records() does.
+    Raises UserError for a damaged file of the user's records.
     """
     if parts := [key for key in _PARTS if isinstance(config.get(key), dict)]:
         yield f"it reads more than text: {', '.join(parts)}, and has no text_config with a model_type"

@@ -405,7 +405,7 @@ def rope_theta(config: Config) -> float:
 
 
 def with_rope_theta(config: Config, theta: float) -> Config:
-    """Return a copy of config.json with another base of RoPE, for layers that are all of one kind."""
+    """Return a copy of config.json with another RoPE base; of several kinds of layers only the first's RoPE stays."""
     former = {key: value for key, value in ropes(config)[0].items() if key != "type"}
     kind = rope_kind(ropes(config)[0])
     left = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
@@ -427,7 +427,7 @@ def without_dropout(config: Config) -> Config:
 def head_of(config: Config, row: TypeRecord | None = None) -> tuple[float, float | None]:
     """Return (factor, soft cap or None) of the logits; `row` is the record of the type, None looks it up.
 
-    Raises UserError as records() does when it looks.
+    An unknown type has the scales SCALES. Raises UserError for a damaged file of the user's records when it looks.
     """
     row = row or records().get(str(config.get("model_type")))
     scales = SCALES | (row.scales if row else {})

@@ -164,7 +164,11 @@ _COUNTS = (
 
 
 def _count_data(data: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what the page shows of data.json: counts by source, lengths, values of fields."""
+    """Return what the page shows of data.json, each empty if data.json lacks it.
+
+    `counts` are (title, key) of the columns, `sources` and `lengths` rows of tables, `origins` (source, field, value,
+    documents).
+    """
     documents, shards = data.get("documents") or {}, data.get("shards") or {}
     shown = [(title, key) for title, key in _COUNTS if key in _USUAL or any(row.get(key) for row in documents.values())]
     sources = [_row(name, row, shards.get(name) or {}, shown) for name, row in documents.items()]
@@ -219,7 +223,10 @@ def _last_answers(run: RunDir) -> list[Mapping[str, Any]]:
 
 
 def _recipe_values(run: RunDir, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the recipe's values for the page: `written` ones with their origin, `defaults`, and `files` written in."""
+    """Return the recipe's values for the page: `written` (key, value, origin), `defaults` (key, value), `files`.
+
+    An invalid recipe, for which `recipe` is empty, gives the values as written.
+    """
     values, origins = recipe or manifests.unchecked_recipe_values(run), read_object(run.origins)
     written = {key: origin for key in values if (origin := origin_of(key, origins))}
     return {
@@ -301,17 +308,17 @@ duration = partial(show, how=units.format_duration)
 
 
 def digits(value: Any, places: int = 4) -> str | None:
-    """Return a number with fixed decimal places; None as show does."""
+    """Return a number with fixed decimal places; None for a missing value and for what is no number."""
     return show(value, lambda v: f"{v:,.{places}f}")
 
 
 def percent(value: Any, places: int = 1) -> str | None:
-    """Return 0.123 as '12.3 %'; None as show does."""
+    """Return 0.123 as '12.3 %'; None for a missing value and for what is no number."""
     return show(value, lambda v: f"{100 * v:.{places}f} %")
 
 
 def moment(value: Any) -> str | None:
-    """Return Unix seconds as UTC date and time; None as show does."""
+    """Return Unix seconds as UTC date and time; None for a missing value and for what is no number."""
     return show(value, lambda v: datetime.fromtimestamp(v, UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
 
