@@ -331,7 +331,7 @@ class _Tally:
     """The running counts of one input while its chunks come back in order."""
 
     def __init__(self, item: Input) -> None:
-        """Start with zero counts."""
+        """Start with counts of 0 for the input `item`."""
         self.item = item
         self.counts = {"rows": 0, "broken": 0, "cut": 0, "documents": 0, "bytes": 0}
         self.dropped: Counter[str] = Counter()
@@ -374,7 +374,7 @@ class _Tally:
 
 
 def parse(task: Task) -> Parsed:
-    """Parse and clean a task's rows into chunk files, unless cached; return the record. Runs in a worker."""
+    """Parse and clean a task's rows into chunk files, or return task.kept if set, as a new record. Runs in a worker."""
     return replace(task.kept or _parse(task), number=task.number)
 
 
@@ -431,13 +431,13 @@ def _read_rows(task: Task, result: Parsed) -> list[tuple[int, int, parsing.Row]]
 
 
 def read_index(path: Path) -> npt.NDArray[Any]:
-    """Return the records in the chunk's .npy: INDEX [documents], or SIDES if a field decides what is held out."""
+    """Return the records in the .npy of a chunk: INDEX [documents], or SIDES if a field decides what is held out."""
     index: npt.NDArray[Any] = np.load(path.with_suffix(".npy"))
     return index
 
 
 def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
-    """Return the UTF-8 bytes of the chunk's documents where `wanted`, bool [documents], is True."""
+    """Return the UTF-8 bytes of documents in the chunk's .txt `path`: those where `wanted` [documents] is True."""
     ends = read_index(path)["end"].astype(np.int64)
     starts = np.concatenate(([0], ends[:-1]))
     data = path.read_bytes()
@@ -445,5 +445,5 @@ def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def read_texts(path: Path, wanted: npt.NDArray[np.bool_]) -> Iterator[str]:
-    """Yield the texts of the chunk's documents where `wanted`, bool [documents], is True."""
+    """Yield the texts of documents in the chunk's .txt `path`: those where `wanted`, bool [documents], is True."""
     return (text.decode("utf-8") for text in read_bytes(path, wanted))

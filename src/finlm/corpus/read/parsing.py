@@ -65,7 +65,7 @@ def parse_block(block: Block, item: Input) -> Iterator[Row]:
 
 
 def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
-    """Yield the rows of a block of JSON lines or text lines."""
+    """Yield the rows of a block of JSON lines or text lines, without empty ones; `broken` is set where unreadable."""
     assert isinstance(block.data, bytes)
     path, field, read = block.path, item.text_field, _json if block.kind == "jsonl" else _plain
     is_simple = block.kind == "jsonl" and not item.meta and not item.sides
@@ -84,7 +84,7 @@ def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of a line of JSON, also with NaN or lone surrogates. Raises ValueError or RecursionError."""
+    """Return the value of a line of JSON, also with NaN or lone surrogates; ValueError, RecursionError if too deep."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -147,10 +147,7 @@ def _parse_table(block: Block, item: Input) -> Iterator[Row]:
 
 
 def _text(row: Any, item: Input) -> str:
-    """Return the text of a row, also of bytes; "" for null if item.null_text is empty.
-
-    Raises ValueError with the reason if the row has no text.
-    """
+    """Return a row's text, also from bytes, "" for null if item.null_text is empty; ValueError with why there is none."""
     field = item.text_field
     if type(row) is not dict:
         raise ValueError(f"not an object but {_kind(row)}")
@@ -207,7 +204,7 @@ def _inner(row: Any, field: str) -> Any:
 
 
 def _kind(value: object) -> str:
-    """Return the JSON type of a value in words, such as "a list"."""
+    """Return the JSON type of a value in words, such as "a list"; "a number" for any type that is not known."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
     return names.get(type(value), "a number")
 
@@ -226,6 +223,7 @@ def explain_error(error: Exception, data: bytes, encoding: str = "auto") -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
+    """Return in words which byte is not UTF-8, and where, counted from 1."""
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
@@ -254,9 +252,9 @@ class Reader(NamedTuple):
 
 
 def check_first_rows(inputs: Sequence[Input], max_broken_fraction: float, reader: Reader | None = None) -> None:
-    """Raise UserError if a source's first rows are almost all broken, or an entry's files are all empty.
+    """Raise UserError if a source's first 1000 rows are almost all broken, or an entry's files are all empty.
 
-    Tests the first 1000 rows of sources of two blocks or more. The default reader is that of documents.
+    Almost all is above 90 %, or max_broken_fraction if more. Sources of one block pass. The default reader is DOCUMENTS.
     """
     reader = reader or DOCUMENTS
     filled = set()
@@ -339,7 +337,7 @@ def format_reasons(reasons: Mapping[str, int]) -> str:
 
 
 def _suggest_fix(first: BrokenRow, formats: Sequence[str]) -> str:
-    """Return the fix to suggest for the first broken row; `formats` as for check_broken_rows."""
+    """Return the fix to suggest for the first broken row; `formats` lists accepted rows, if a text is not enough."""
     _, number, reason, start = first
     hint = next((f"{hint}; " for mark, hint in _HINTS.items() if mark in reason), "")
     if formats:
@@ -362,7 +360,7 @@ def _format_evidence(broken: Sequence[BrokenRow]) -> str:
 
 
 def _first_documents(block: Block, item: Input, most: int) -> tuple[int, list[BrokenRow]]:
-    """Return (number of rows, broken ones) of the first `most` rows of a block."""
+    """Return (number of rows read, the broken ones) of the first `most` rows of a block of documents."""
     rows = list(itertools.islice(parse_block(block, item), most))
     return len(rows), [(row.path, row.line, row.broken, row.excerpt()) for row in rows if row.broken]
 
@@ -376,7 +374,7 @@ _ROWS = 10_000  # of a list, a block
 def dialogue_blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield an input's blocks of dialogue rows in order; a file that is a JSON list is read whole.
 
-    Raises UserError for text files, and for a list that cannot be read to its end.
+    Raises UserError for text files, a list that cannot be read to its end, changed files, and archives not read.
     """
     if item.format not in ("jsonl", "parquet", "arrow"):
         raise UserError(
@@ -421,7 +419,7 @@ def parse_dialogues(block: Block) -> Iterator[DialogueRow]:
 
 
 def _is_list(path: step_cache.File, encoding: str) -> bool:
-    """Return whether a file begins with a list's [, past white space; False if damaged there. UserError as pieces()."""
+    """Return whether a file begins with [ past white space; False if damaged there. UserError for archives not read."""
     try:
         start = next(readers.pieces(path, encoding, 4096, step_cache.ignore_progress), b"")
     except readers.Cut:  # damaged from its first byte: readers.blocks says so

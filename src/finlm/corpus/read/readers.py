@@ -73,7 +73,7 @@ def refuse_cut(source: str, cuts: Sequence[tuple[str, int, str]], rows: int, bro
 
 
 def describe_cut(cut_files: Sequence[str]) -> str:
-    """Return a phrase that names accepted cut files, to append to the counts; "" when there are none."""
+    """Return a phrase that names the first three of accepted cut files, to append to counts; "" when there are none."""
     names = ", ".join(Path(file).name for file in cut_files[:3]) + (", ..." if len(cut_files) > 3 else "")
     return f"; {names}: cut, the rest not read" if cut_files else ""
 
@@ -93,7 +93,7 @@ _MEANINGLESS = ("\udcff", "surrogateescape")
 
 
 class Cut(Exception):
-    """The error that a file ends too early or is damaged; says how."""
+    """Raised where a file ends too early or is damaged; says how. lines() adds (line number, rest of that line)."""
 
 
 def compression(path: File, start: bytes) -> str:
@@ -114,7 +114,7 @@ def compression(path: File, start: bytes) -> str:
 
 
 def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256: str = "") -> Iterator[bytes]:
-    """Yield the decompressed file as UTF-8, decoded from pieces of at most `most` bytes; advance() gets the bytes read.
+    """Yield the decompressed file as UTF-8, read in parts of at most `most` bytes; advance(n) hears of n bytes read.
 
     Raises Cut after the last good piece if the file is cut short or damaged. Raises UserError at the end when the file
     does not have the hash `sha256` ("" skips this check), and for an archive that is not read.
@@ -171,7 +171,7 @@ def _raw(
 ) -> Iterator[bytes]:
     """Yield `start`, which was read already, and the rest of the file, `size` bytes at a time.
 
-    Calls advance(number of bytes) and update(bytes) for each.
+    Calls advance(number of bytes) and update(bytes) for each part, `start` included, which is cut to `size` too.
     """
     data = start
     while data:
@@ -220,7 +220,7 @@ def _opener(kind: str) -> tuple[Any, Any]:
 def _utf8(parts: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     """Yield the text as UTF-8 without byte-order mark; "auto" is UTF-16 if the file begins with its mark, else UTF-8.
 
-    UTF-8 is not checked. Bytes that another encoding cannot decode become 0xff.
+    UTF-8 is not checked. Bytes that another encoding cannot decode become 0xff. Raises LookupError for no encoding.
     """
     start = b""
     for part in parts:
@@ -264,8 +264,8 @@ class Block(NamedTuple):
 def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield all rows of an input in order, as blocks; a file that is cut short ends in a block with `cut`.
 
-    advance() gets the bytes read. Raises UserError for a column that a table does not have, and for a file that changed
-    since it was hashed.
+    advance(n) hears of n bytes read. Raises UserError for a column that a table does not have, a file that changed
+    since it was hashed, and an archive of a kind that is not read.
     """
     if item.format == "txt":
         yield from _files(item, advance)
@@ -284,7 +284,7 @@ def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
 def _lines(item: Input, path: File, sha256: str, kind: Kind, advance: screen.Advance) -> Iterator[Block]:
     """Yield the blocks of a file of lines; a file that ends early, also within JSON, ends in a block with `cut`.
 
-    Raises UserError as pieces() does.
+    Raises UserError at the file's end if it does not have the hash `sha256`, and for an archive that is not read.
     """
     try:
         parts = pieces(path, item.encoding, min(2**20, BLOCK_BYTES), advance, sha256)
@@ -301,7 +301,7 @@ def _lines(item: Input, path: File, sha256: str, kind: Kind, advance: screen.Adv
 
 
 def _ends_early(row: bytes) -> bool:
-    """Return whether a last row of JSON without newline is the beginning of an object."""
+    """Return whether `row`, a file's last without newline, is only the beginning of a JSON object; False for b""."""
     if not row.lstrip().startswith(b"{"):
         return False
     try:
@@ -318,7 +318,8 @@ def _ends_early(row: bytes) -> bool:
 def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield blocks of whole text files, one document per file; a block closes once it holds BLOCK_BYTES.
 
-    A file that raises Cut gets a block with its first 1000 bytes and the reason in `cut`.
+    A file that is damaged or ends early gets a block with its first 1000 bytes and the reason in `cut`, which comes
+    before the waiting files. Raises UserError for a changed file, and for an archive that is not read.
     """
     waiting: list[tuple[File, bytes]] = []
     size = 0
@@ -341,7 +342,8 @@ def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
 def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]:
     """Yield a parquet or Arrow file as blocks of Arrow streams with the needed columns.
 
-    A damaged file ends in a block with `cut`. Raises UserError when no column holds the text.
+    A damaged file ends in a block with `cut`; advance() gets the size of any other at its end. Raises UserError when no
+    column holds the text.
     """
     import pyarrow as pa
 
@@ -366,7 +368,7 @@ def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]
 
 
 def _batches(item: Input, path: File) -> Iterator[Any]:
-    """Yield record batches of at most _ARROW_ROWS rows with the needed columns. Raises UserError as _columns does."""
+    """Yield record batches of at most 64 rows with the needed columns. Raises UserError when no column has the text."""
     import pyarrow as pa
 
     if item.format == "parquet":
@@ -412,7 +414,7 @@ def _columns(item: Input, path: File, names: list[str]) -> list[str]:
 
 
 def _serialise_batches(batches: list[Any]) -> bytes:
-    """Return the batches as the bytes of one Arrow stream. Raises IndexError for none."""
+    """Return the batches, at least one, as the bytes of one Arrow stream."""
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
@@ -434,7 +436,7 @@ def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
 def _is_compressed(path: File, size: int) -> bool:
     """Return whether a file is compressed: by its first bytes; below 64 KiB, and of a store's file, by its name.
 
-    Raises UserError as compression() does.
+    Raises UserError for a local file of 64 KiB or more that is an archive that is not read.
     """
     if size < 2**16 or not isinstance(path, Path):
         return path.suffix in (".gz", ".zst", ".parquet")

@@ -56,7 +56,9 @@ def is_url(path: str) -> bool:
 
 
 class _Size(NamedTuple):
-    st_size: int
+    """What stat() of a RemoteFile returns."""
+
+    st_size: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class RemoteFile:
     version: str  # "" where the store has no name for it
 
     def __str__(self) -> str:
+        """Return the URL."""
         return self.url
 
     @property
@@ -89,11 +92,17 @@ class RemoteFile:
         return _Size(self.size)
 
     def open(self, mode: Literal["rb"], /) -> io.BufferedReader:
-        """Open the file for reading in ranges of at most 8 MiB; reads raise UserError if a range cannot be had."""
+        """Open the file for reading in ranges of at most 8 MiB.
+
+        Raises UserError if the store cannot be opened; reads raise it if a range cannot be had or the file changed.
+        """
         return io.BufferedReader(_Ranges(self), min(RANGE_BYTES, max(1, self.size)))
 
     def open_exactly(self) -> io.RawIOBase:
-        """Open the file unbuffered: a read fetches only the bytes asked for, as for the columns of a table."""
+        """Open the file unbuffered: a read fetches only the bytes asked for, as for the columns of a table.
+
+        Raises UserError if the store cannot be opened; reads raise it if bytes cannot be had or the file changed.
+        """
         return _Ranges(self)
 
     def state(self) -> list[Any]:
@@ -114,6 +123,7 @@ class _Ranges(io.RawIOBase):
     """A file of a store as a raw, seekable stream."""
 
     def __init__(self, file: RemoteFile) -> None:
+        """Begin at byte 0. Raises UserError if the store cannot be opened."""
         self._file, self._at = file, 0
         self._store, self._path = _open_store(file.url)
 
@@ -130,7 +140,7 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the byte offset of the next read and return it; `whence` as in io.IOBase.seek."""
+        """Set the byte offset of the next read and return it; `whence` is SEEK_SET, SEEK_CUR or SEEK_END of io."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         return self._at
 
@@ -157,9 +167,9 @@ class _Ranges(io.RawIOBase):
         return b"".join(iter(lambda: self.read(RANGE_BYTES) or b"", b""))
 
     def _read(self, end: int) -> bytes:
-        """Return the bytes from the current offset to before `end`.
+        """Return the bytes from the current offset to before `end`; ask once, and leave the offset.
 
-        Raises _CutShort if the store gives another number.
+        Raises _CutShort if the store gives another number, and the store's own errors.
         """
         data: bytes = self._store.cat_file(self._path, start=self._at, end=end)
         if len(data) != end - self._at:
@@ -211,7 +221,10 @@ def _split(url: str) -> tuple[str, list[str]]:
 
 
 def _walk(fs: Any, url: str, path: str, parts: Sequence[str]) -> Iterator[RemoteFile]:
-    """Yield the files below a directory whose paths match the parts of a glob. Raises UserError as _ask does."""
+    """Yield the files below a directory whose paths match the parts of a glob; some perhaps twice.
+
+    `url` and `path`, as the filesystem `fs` has it, name the directory. Raises UserError if it cannot be listed.
+    """
     if parts[0] == "**" and len(parts) > 1:
         yield from _walk(fs, url, path, parts[1:])
     for name, about in _ask(url, lambda: _list(fs, path, url)) or ():
@@ -227,9 +240,9 @@ def _walk(fs: Any, url: str, path: str, parts: Sequence[str]) -> Iterator[Remote
 
 
 def _list(fs: Any, path: str, url: str) -> list[tuple[str, About]] | None:
-    """Return [(name, what the store says of it)] of a directory, by name; None if it does not exist.
+    """Return [(name, what the store says of it)] of a directory, sorted by name; None if it does not exist.
 
-    Raises FileNotFoundError or NotADirectoryError for a missing bucket.
+    Raises FileNotFoundError or NotADirectoryError for a missing bucket, and the store's other errors.
     """
     try:
         entries = fs.ls(path, detail=True)
@@ -243,7 +256,7 @@ def _list(fs: Any, path: str, url: str) -> list[tuple[str, About]] | None:
 
 
 def _info(fs: Any, path: str) -> About | None:
-    """Return what the store says of a path; None if it does not exist."""
+    """Return what the store says of a path; None if it does not exist. Raises the store's other errors."""
     try:
         return dict(fs.info(path))
     except FileNotFoundError:
@@ -262,7 +275,7 @@ def _listed(url: str, about: About) -> RemoteFile:
 
 @lru_cache(maxsize=64)
 def _open_root(root: str) -> Any:
-    """Return the fsspec filesystem of a URL's scheme and authority.
+    """Return the fsspec filesystem of a URL's scheme and authority; the last 64 are cached.
 
     Raises UserError for an unknown scheme, a missing package, or a store that fails to open. S3 and HTTP are not
     contacted yet, so their address may still be out of reach.
@@ -354,7 +367,8 @@ def fetch_dataset(source: Source, key: str, *, fetch: bool) -> list[Path]:
 
     Selects the files that match source.files; without it, the readable files named after source.split, or all if none
     are. `key` is the recipe key that errors name. Raises UserError when source.revision is not a full commit hash, the
-    download fails or no file matches; without `fetch`, NotPrepared for files that are not in the cache.
+    download fails or no file matches; without `fetch`, NotPrepared if no matching file is in the Hub's cache. With
+    `fetch` prints id and commit.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -63,7 +63,7 @@ class Input:
         return [self.source, self.split, *how, *([dict(self.sides)] if self.sides else []), *self.sha256]
 
     def file_sizes(self) -> Sequence[int]:
-        """Return the size of every file in bytes."""
+        """Return the size of every file in bytes: when it was hashed, or now if it was not (OSError if missing)."""
         return self.sizes or [path.stat().st_size for path in self.paths]
 
     def part(self, first: int, last: int) -> Input:
@@ -76,9 +76,10 @@ class Input:
         return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
 
     def file_entries(self) -> list[dict[str, str]]:
-        """Return {source, split, file, sha256} of every file, for manifests and reports; the files must be hashed.
+        """Return [{source, split, file, sha256}] of every file, for manifests and reports; `file` is a name.
 
-        More than 10,000 files have one entry together: their number, and a hash of their hashes.
+        More than 10,000 files have one entry together: their number, and a hash of their hashes. The files must be
+        hashed: else ValueError.
         """
         about = {"source": self.source, "split": self.split}
         if len(self.paths) > _LISTED:
@@ -92,7 +93,7 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
 
     Without a name in the entry, each JSON-lines file is an input; files of any other format are an input per format.
     Raises UserError when no file matches, more than 1,000 files would each be a source, or a store does not answer.
-    Without `fetch`, which downloads, raises NotPrepared for files of the Hub that are not in its cache.
+    Downloads a Hub data set; with fetch=False raises NotPrepared if its files are not in the Hub's cache.
     """
     if source.dataset is not None:
         paths: Sequence[File] = remote.fetch_dataset(source, key, fetch=fetch)
@@ -132,12 +133,19 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
 
 
 def find_files(pattern: str, split: str = "train") -> Sequence[File]:
-    """Return the files of a path, URL or glob, sorted by name. Raises UserError as expand() and remote.expand() do."""
+    """Return the files of a path, URL or glob, sorted by name; empty if none matches.
+
+    `split` selects one of several of a saved set. Raises UserError for what cannot be listed, a link without a target,
+    and a name that is not UTF-8.
+    """
     return remote.expand(pattern) if remote.is_url(pattern) else expand(pattern, split)
 
 
 def missing(entries: Sequence[Source]) -> Iterator[str]:
-    """Yield a warning for each path of data.sources that matches no file here. Raises UserError as expand() does."""
+    """Yield a warning for each path of data.sources, URLs left out, that matches no file on this machine.
+
+    Raises UserError for a directory or link that cannot be read.
+    """
     for number, source in enumerate(entries):
         if source.path and not remote.is_url(source.path) and not expand(source.path, source.split):
             yield f"data.sources[{number}]: no file here matches {source.path}"
@@ -165,7 +173,10 @@ def expand(pattern: str, split: str = "train") -> list[Path]:
 
 
 def _matching(pattern: str, split: str) -> list[Path]:
-    """Return what expand() does, but names of any encoding. Raises UserError as _glob does and for a dead link."""
+    """Return what expand() does, also names that are not UTF-8.
+
+    Raises UserError for a directory that cannot be listed, and for a link without a target.
+    """
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
@@ -223,7 +234,10 @@ def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Yield the directory and all below it, each once, linked ones last. Raises UserError as _entries does."""
+    """Yield the directory and all below it, each once, linked ones last, without lost+found; nothing if it is missing.
+
+    Raises UserError for a directory that cannot be listed, and for a link without a target.
+    """
     waiting, links, seen = [directory] * directory.is_dir(), list[Path](), set[Path]()
     while waiting or links:
         here = waiting.pop() if waiting else links.pop(0)
@@ -269,7 +283,8 @@ def _dead_link_error(link: Path) -> UserError:
 def _no_file_error(pattern: str, key: str) -> UserError:
     """Return the UserError for a path, URL or glob that no file matches, with the names nearby.
 
-    Raises UserError itself if the path is a directory.
+    Raises it instead if the path is a local directory. A URL's store is asked; if it does not answer, raises that
+    UserError.
     """
     if remote.is_url(pattern):
         where, entries = remote.entries_near(pattern)
@@ -348,7 +363,8 @@ def _other_names(same: Sequence[Input]) -> str:
 def hash_files(inputs: Sequence[Input], cache: Cache) -> list[Input]:
     """Return copies of the inputs with the hash and the size of each file, from the cache if it knows them.
 
-    Raises as Cache.fingerprints() and verify_hashes() do.
+    Stores new hashes in the cache. Raises UserError for a file that cannot be read, or has another hash than the recipe
+    names; NotPrepared for an unknown hash if the cache may not build; OSError for a missing file.
     """
     prints = iter(cache.fingerprints([path for item in inputs for path in item.paths]))
     return [verify_hashes(item, list(itertools.islice(prints, len(item.paths)))) for item in inputs]
@@ -357,7 +373,7 @@ def hash_files(inputs: Sequence[Input], cache: Cache) -> list[Input]:
 def verify_hashes(item: Input, prints: Sequence[Fingerprint]) -> Input:
     """Return a copy of the input with the hash and the size of each file.
 
-    Raises UserError when the recipe names a different hash for its only file.
+    `prints` are of its files, in order. Raises UserError when the recipe names a different hash for its only file.
     """
     if item.expected and "@" not in item.expected and item.expected.lower() != prints[0].sha256:
         raise UserError(
@@ -404,13 +420,13 @@ def _format(path: File, source: Source) -> Format:
 
 
 def _common_name(pattern: str) -> str:
-    """Return the last part of a path without wildcards, without suffix; "files" if there is none."""
+    """Return the last part of a path that has no wildcard, without its suffix; "files" if every part has one."""
     parts = [part for part in Path(pattern).parts if not set(part) & set("*?[") and part != "/"]
     return stem(parts[-1]) if parts else "files"
 
 
 def _similar_names(pattern: str) -> str:
-    """Return, for messages, the nearest existing directory of a path and the names in it closest to the wanted one."""
+    """Return two lines for messages: the path, and its nearest existing directory with the ten names most like it."""
     wanted = Path(pattern).expanduser()
     directory = next(parent for parent in wanted.absolute().parents if parent.is_dir())
     names = sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
@@ -418,7 +434,7 @@ def _similar_names(pattern: str) -> str:
 
 
 def _listing(directory: object, names: Sequence[str], wanted: str) -> str:
-    """Return, for messages, the ten names in a directory that are closest to the wanted one."""
+    """Return a line for messages: `directory`, the ten of its `names` closest to the wanted one, and how many more."""
     closest = difflib.get_close_matches(wanted, names, n=10, cutoff=0)
     more = [f"and {len(names) - len(closest):,} more"] if len(names) > len(closest) else []
     return f"{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
