@@ -147,7 +147,10 @@ def _parse_table(block: Block, item: Input) -> Iterator[Row]:
 
 
 def _text(row: Any, item: Input) -> str:
-    """Return a row's text, also from bytes, "" for null if item.null_text is empty; ValueError with why there is none."""
+    """Return the text of a row, also of bytes; "" for null if item.null_text is empty.
+
+    Raises ValueError with the reason if the row has no text.
+    """
     field = item.text_field
     if type(row) is not dict:
         raise ValueError(f"not an object but {_kind(row)}")
@@ -254,7 +257,7 @@ class Reader(NamedTuple):
 def check_first_rows(inputs: Sequence[Input], max_broken_fraction: float, reader: Reader | None = None) -> None:
     """Raise UserError if a source's first 1000 rows are almost all broken, or an entry's files are all empty.
 
-    Almost all is above 90 %, or max_broken_fraction if more. Sources of one block pass. The default reader is DOCUMENTS.
+    Almost all is above 90 %, or max_broken_fraction if more. Sources of one block pass. `reader` is DOCUMENTS if None.
     """
     reader = reader or DOCUMENTS
     filled = set()
