@@ -147,10 +147,7 @@ def _parse_table(block: Block, item: Input) -> Iterator[Row]:
 
 
 def _text(row: Any, item: Input) -> str:
-    """Return the text of a row, also of bytes; "" for null if item.null_text is empty.
-
-    Raises ValueError with the reason if the row has no text.
-    """
+    """Return a row's text, from bytes too; "" for null if item.null_text is empty. Raises ValueError if it has none."""
     field = item.text_field
     if type(row) is not dict:
         raise ValueError(f"not an object but {_kind(row)}")
