@@ -176,7 +176,7 @@ def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
 
 
 def _optimizer(recipe: Recipe, plan: Plan) -> Settings:
-    """Return the optimizer section: Adam or AdamW with the recipe's values; torch's fused one if the GPU steps."""
+    """Return the optimizer section: Adam or AdamW with the recipe's values; torch's fused one if not offloaded."""
     optim = recipe.optim
     params: Settings = {
         "lr": optim.lr,
@@ -236,7 +236,10 @@ def for_file(path: Path) -> Settings:
 
 
 def settings_of_all_recipes(root: Path) -> dict[Path, str]:
-    """Return {path: JSON text} of configs/ds/<family>-<stage>.json for all of root/recipes. Raises UserError."""
+    """Return {path: JSON text} of configs/ds/<family>-<stage>.json for all of root/recipes; writes nothing.
+
+    Raises UserError for an invalid recipe, one that does not fit, or a setting that DeepSpeed would not honour.
+    """
     texts = {}
     for path in sorted((root / "recipes").glob("*/*.yaml")):
         settings = for_file(path)
@@ -246,7 +249,10 @@ def settings_of_all_recipes(root: Path) -> dict[Path, str]:
 
 
 def differences(root: Path) -> Iterator[str]:
-    """Yield a sentence for every missing, stale or orphaned file of root/configs/ds. Raises what for_file raises."""
+    """Yield a sentence for every missing, stale or orphaned file of root/configs/ds.
+
+    Raises UserError for an invalid recipe, one that does not fit, or a setting that DeepSpeed would not honour.
+    """
     texts = settings_of_all_recipes(root)
     for path, text in texts.items():
         name = path.relative_to(root).as_posix()
@@ -286,7 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
 def describe_rates(former: Optim, former_steps: int, optim: Optim, steps: int, step: int) -> str:
     """Return a line with the rates at which a finished run ended and at which a longer one goes on after `step`.
 
-    `former` and `former_steps` are of the finished run, `optim` and `steps` of the longer one.
+    `former` and `former_steps` are of the finished run, `optim` and `steps` of the longer one. If the rate more than
+    doubles, the line also says how to keep it low.
     """
     last, then = lr_at(former, former_steps, former_steps - 1), lr_at(optim, steps, step + 1)
     text = f"  learning rate of a run of {steps:,} steps: it ended at {last:.3g} and goes on at {then:.3g}"

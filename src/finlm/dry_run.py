@@ -83,7 +83,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
     """Return {step name: (state, words)} of `resume` and `run directory`; set t.resumed to the unfinished run, or None.
 
     With an unfinished run, also sets t.plan to its plan. Takes no lock and reads no checkpoint. Prints why a run is not
-    continued. Raises UserError as lineage.find_continuable() does.
+    continued. Raises UserError if no run can be continued, and one with a checkpoint differs by its hosts alone.
     """
     where = t.recipe, t.plan, t.shards.directory, t.runs
     t.resumed = None if t.new else lineage.find_unfinished(*where)

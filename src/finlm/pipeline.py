@@ -1,8 +1,7 @@
 """Do the steps of `finlm train` in order, from the recipe that a run starts from to its report.
 
-STEPS lists them; `finlm train --dry-run` prints the list with what is done. Each step is a function here that calls
-another package and stores in Training what later steps need. Every step reuses its own earlier result, so the same
-command resumes a run that was ended; finished.json, written last, says that no step is left.
+STEPS lists them; `finlm train --dry-run` prints the list with what is done. Each step is a function here that stores in
+Training what later steps need, and reuses its earlier result: the same command resumes. finished.json is written last.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from finlm.dialogues import lint
 from finlm.doctor import gather, preflight
 from finlm.hosts import checkpoint_parts
 from finlm.launch import head, restart, start
-from finlm.launch.head import HostsBack
 from finlm.plan import gpus, search, show
 from finlm.plan.plan import Plan
 from finlm.recipe import parents, recipe, weights
@@ -36,7 +34,6 @@ from finlm.record import expectations, manifest, trackers
 from finlm.record.report import run_page
 from finlm.rows.shards import Shards
 from finlm.runs import lineage
-from finlm.runs.lineage import Earlier
 
 PROMPT, SAMPLE_TOKENS = "公司", 80
 
@@ -102,7 +99,7 @@ def train(t: Training) -> int:
         try:
             with head.exit_on_signals() if t.is_recovery else nullcontext():
                 return _train_on(t)
-        except HostsBack as back:
+        except head.HostsBack as back:
             restart.record_restart(t.run, t.recipe, f"{back} answers again", "", f"with {back} again")
             t = t.with_hosts(t.hosts.with_back(back.names))
         except (StepFailed, UserError) as error:
@@ -137,7 +134,7 @@ def _train_on(t: Training) -> int:
                 step.act(t)
         except BaseException as error:
             restart.write_report(t.run)
-            if not t.is_recovery and not isinstance(error, HostsBack | restart.HostLost):
+            if not t.is_recovery and not isinstance(error, head.HostsBack | restart.HostLost):
                 restart.notify_end(t.run, t.recipe, error)
             raise
     start.notify(t.recipe.launch.notify, "end", t.run.path, "finished")
@@ -247,7 +244,7 @@ def plans_without_data(wanted: Recipe) -> bool:
 
 
 def plan_run(t: Training) -> None:
-    """Set t.plan and t.ds_config and print the plan. Raises PlanError when nothing fits, and as decide does."""
+    """Set t.plan and t.ds_config, print the plan. UserError if nothing fits or DeepSpeed would not honour a setting."""
     t.plan, t.ds_config = decide(t.recipe, t.hosts, t.shards)
     show.print_plan(t.plan, t.loaded)
     if t.hosts.unequal_slots:
@@ -324,7 +321,7 @@ def open_run(t: Training) -> None:
     t.run = create_run(t, earlier)
 
 
-def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
+def create_run(t: Training, earlier: lineage.Earlier | None = None) -> RunDir:
     """Make the run directory with recipe, plan, DeepSpeed settings, manifest and a copy of the code; return it.
 
     Named by recipe and time. Takes over checkpoint and events of `earlier`. An error is raised and leaves no directory.
@@ -385,7 +382,11 @@ def write_sample(t: Training) -> None:
 
 
 def ask_questions(t: Training) -> None:
-    """Evaluate eval.suites on the model and, if it is here, its start model; append `suite` events; free GPU memory."""
+    """Evaluate eval.suites, if any, on the trained model, and before that on its start model; append `suite` events.
+
+    A start model is asked if model.init_from is a directory here. Frees cached GPU memory, also without suites. Raises
+    UserError if a model cannot be opened, or questions or the answers' file are unusable.
+    """
     wanted = t.recipe
     if wanted.eval.suites:
         from finlm.evals import suite  # loads torch

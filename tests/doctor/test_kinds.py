@@ -11,6 +11,7 @@ from finlm.doctor import gpus
 from finlm.plan import planner
 from finlm.recipe import shape
 from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import HostAccess
 
 from doctor_facts import GIB, RECIPE, healthy, read
 
@@ -82,3 +83,12 @@ def test_a_gpu_nobody_knows_is_refused_unless_the_recipe_names_its_like() -> Non
     found, _ = gpus.settle_kinds(Cluster((Host("a", 2),)), read({"a": facts("NVIDIA Z9")}))
     with pytest.raises(UserError, match="no facts about the GPU kind 'NVIDIA Z9'"):
         planner.make(RECIPE, found, shape.of(RECIPE))
+
+
+@pytest.mark.parametrize(("python", "problem"), [("/no/python", "does not answer"), ("/bin/true", "printed no facts")])
+def test_a_machine_that_cannot_be_asked_names_a_command_to_try_before_a_way_out(python: str, problem: str) -> None:
+    here = Cluster((Host("localhost", 1, access=HostAccess(python=python)),))
+    with pytest.raises(UserError, match="1 of 1 hosts cannot be asked") as caught:
+        gpus.ask_kinds(RECIPE, here, way_out=lambda names: f"or go on without: --exclude {names[0]}")
+    assert problem in caught.value.evidence
+    assert caught.value.fix == f"try `{python} -V`\nor go on without: --exclude localhost"

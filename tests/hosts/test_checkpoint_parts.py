@@ -185,7 +185,7 @@ def test_a_checkpoint_is_whole_here_once_every_part_is_proved(tmp_path: Path, mo
     (here / "loop_rank_0.pt").write_text("20 0")
 
     def away(*_: object, **__: object) -> None:
-        raise UserError("n1 does not answer")
+        raise UserError("n1 does not answer", fix="ping n1")
 
     monkeypatch.setattr(checkpoint_parts.ssh, "run", away)
     assert checkpoint_parts.gather_checkpoint(run, N1, 20) == here, "nobody is asked when all of it is here"
@@ -194,6 +194,11 @@ def test_a_checkpoint_is_whole_here_once_every_part_is_proved(tmp_path: Path, mo
     with pytest.raises(checkpoint_parts.Incomplete, match="n1's part of step-20 exists nowhere else") as caught:
         checkpoint_parts.gather_checkpoint(run, N1, 20)
     assert "the copy on this machine is damaged: loop_rank_1.pt" in caught.value.evidence
+    assert caught.value.fix == "ping n1\nor go on without it: --exclude n1"
+    monkeypatch.setattr(checkpoint_parts.ssh, "run", lambda *_, **__: SimpleNamespace(stdout="{"))
+    with pytest.raises(checkpoint_parts.Incomplete) as caught:
+        checkpoint_parts.gather_checkpoint(run, N1, 20)
+    assert caught.value.fix.startswith("try `ssh n1 cat /") and "\nor go on" in caught.value.fix
 
 
 def test_what_needs_the_whole_takes_the_newest_whole_one_and_refuses_a_part(

@@ -136,8 +136,8 @@ def gather(
     """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
     `plan` decides whether torch is probed, `runs` is the directory of runs, whose disk is measured, and `trees` are
-    files to fingerprint on the hosts. `accept_new_keys` stores host keys that ssh does not know. With several hosts, or
-    a fixed launch.master_port, the hosts also call each other.
+    files to fingerprint on the hosts. `accept_new_keys` stores host keys that ssh does not know. Several hosts also
+    call each other at launch.master_port, or a random port; a single host only tries a fixed port.
     """
     names = [host.name for host in cluster.hosts]
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
@@ -248,7 +248,8 @@ def _ask_host(recipe: Recipe, host: Host, programs: Programs, is_here: bool, acc
     received = time.time()
     printed, mark, line = output.rpartition(carrier.MARK)
     if not mark:
-        return HostFacts(failed=Failed(f"{python} on {host.name} printed no facts", output[-200:]))
+        by_hand = f"{python} -V" if is_here else f"ssh {ssh.ssh_name(host.destination)} {python} -V"
+        return HostFacts(failed=Failed(f"{python} on {host.name} printed no facts", output[-200:], f"try `{by_hand}`"))
     carried = json.loads(line)
     document = _merge_answers(carried["answers"], python)
     # The host began after it was asked and ended before it was heard: its clock's error lies between these two.
@@ -269,7 +270,7 @@ def _run_here(python: str, script: bytes) -> str:
     try:
         done = subprocess.run([python, "-"], input=script, capture_output=True, timeout=PATIENCE_SECONDS, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{python} does not answer", evidence=str(error)) from None
+        raise UserError(f"{python} does not answer", evidence=str(error), fix=f"try `{python} -V`") from None
     return done.stdout.decode(errors="replace") or done.stderr.decode(errors="replace")
 
 

@@ -231,7 +231,7 @@ def _check_nccl(facts: HostFacts) -> Iterator[Fault]:
 
 
 WayOut = Callable[[Sequence[str]], str]
-"""What can be done when hosts of these names do not come back."""
+"""What can be done when hosts of these names do not come back, as a clause behind other fixes."""
 
 
 def ask_kinds(
@@ -253,9 +253,10 @@ def ask_kinds(
 
 
 def check_reached(facts: AllFacts, way_out: WayOut) -> None:
-    """Raise UserError that names every host that could not be asked, if any; way_out(their names) is added to its fix.
+    """Raise UserError that names every host that could not be asked, if any.
 
-    Called before hours go into preparing data.
+    Its fix has the hosts' fixes, then way_out(their names), a clause that often begins with "or". Called before hours
+    go into preparing data.
     """
     failed = {name: host.failed for name, host in facts.items() if host.failed}
     if failed:

@@ -49,7 +49,10 @@ def pins() -> dict[str, str]:
 
 
 def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
-    """Yield the faults of a host by itself; `alone` says that the run has no other host."""
+    """Yield the faults of a host by itself; `alone` says that the run has no other host.
+
+    The number of CPU ranks and cores, and on other machines rsync, are checked only if it is not alone.
+    """
     yield from _check_python(facts)
     yield from _check_packages(recipe, plan, facts)
     yield from _check_memory(plan, host, facts)

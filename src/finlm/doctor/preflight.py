@@ -69,6 +69,7 @@ def judge(
     """Return all findings on the cluster's hosts, errors first.
 
     `facts` maps host names to facts, from gather(). `trees` are the files of this machine to compare with the hosts'.
+    The warning that a host's packages are not the pinned ones is left out where they also differ from other hosts'.
     """
     known = {name: host for name, host in facts.items() if not host.failed}
     faults = list(_check_hosts(recipe, plan, cluster, facts, known))
@@ -197,7 +198,8 @@ INTERFACE_KEYS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 def host_env(facts: AllFacts) -> dict[str, dict[str, str]]:
     """Return {host: variables} that make NCCL and gloo use the network card that leads to the other hosts.
 
-    If only some of the hosts have InfiniBand, sets NCCL_IB_DISABLE=1 on all of them.
+    A host whose card is not known gets no variable for it. If only some of the hosts have active InfiniBand ports, sets
+    NCCL_IB_DISABLE=1 on all of them.
     """
     env: dict[str, dict[str, str]] = {name: {} for name in facts}
     for name, host in facts.items():

@@ -144,7 +144,7 @@ def _make_requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
 
 
 def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
-    """Return the first host's address as another host reached it, else 127.0.0.1."""
+    """Return the first host's address as another host reached it; 127.0.0.1 when no other host did."""
     first = cluster.hosts[0].name
     seen = [host.links.peers[first].address for name, host in facts.items() if name != first and host.links]
     return next(filter(None, seen), "127.0.0.1")

@@ -213,7 +213,8 @@ def score_letters(
 ) -> Iterator[dict[int, list[float]]]:
     """Run the model; yield {index of the prompt: log-likelihood (nats) of each of its four answers} by batches.
 
-    A batch has at most about `tokens` tokens; None: 2,048 on a CPU, 16,384 on a GPU.
+    Batches come in any order, without gradients. A batch has at most about `tokens` tokens; None: 2,048 on a CPU,
+    16,384 on a GPU.
     """
     budget = tokens or (_GPU_TOKENS if opened.device.type == "cuda" else _CPU_TOKENS)
     alike: dict[tuple[str, int], list[int]] = {}
@@ -251,7 +252,7 @@ def _rows(answer_ids: tuple[tuple[int, ...], ...], first_counted: int, shared: i
 
 
 def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
-    """Run the model on the shared tokens and return their keys and values (its cache); None if there are none."""
+    """Run the model on the shared tokens, return their keys and values; None without tokens. Needs inference_mode()."""
     if not shared:
         return None
     ids = torch.tensor([shared], device=opened.device)
@@ -287,7 +288,7 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
 
 
 def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
-    """Run the rows as a batch behind a copy of `prefix`; return what each adds to its four log-likelihoods."""
+    """Run the rows as a batch behind a copy of `prefix`; return what each adds to its four log-likelihoods, in nats."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
     places = sorted({at for row in rows for at, _, _ in row.targets})
@@ -343,7 +344,7 @@ def answer_questions(
     """Return the model's answer to each question, in order; ask only those without a line in `ledger`.
 
     Makes `ledger` and its directory, appends new answers, shows the progress. Raises UserError for mode chat without a
-    chat template, and when the ledger cannot be written.
+    chat template, and when the ledger cannot be written; ValueError in mode cloze if the template alters an answer.
     """
     if mode == "chat" and not opened.tokenizer.chat_template:
         raise UserError(

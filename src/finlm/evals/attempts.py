@@ -115,9 +115,9 @@ class Result:
 def run(recipe: Recipe, options: Options) -> Result:
     """Draw answers to the recipe's prompts and return counts, pass@k and maj@k; write the best answers to options.best.
 
-    Prepares the recipe's data if needed and appends new answers to a ledger (see draw). Raises UserError as check(),
-    read_prompts() and open_model() or ask_endpoint() do, for a split without prompts, and when self_qa.max_cost leaves
-    no prompt answered.
+    Prepares the recipe's data if needed and appends new answers to a ledger in runs/evals/. Raises UserError for a
+    recipe or options that check() refuses, data that cannot be prepared, a split without prompts, a model that cannot
+    be opened, an endpoint that fails five times in a row, and when self_qa.max_cost leaves no prompt answered.
     """
     grpo = check(recipe, options)
     opened = None if options.model is None else open_model(options.model)
@@ -198,8 +198,8 @@ def is_majority_right(attempts: Sequence[Graded]) -> bool:
 def check(recipe: Recipe, options: Options) -> Grpo:
     """Return the recipe's grpo section, or raise UserError if the command cannot run.
 
-    That is for a stage other than grpo, for rewards that check no right answer or need a model or function, if
-    options.best exists, and as settings_of() does if options.model is None.
+    It raises for a stage other than grpo, for rewards that check no right answer or need a model or function, if the
+    file options.best exists, and if neither options.model nor self_qa.endpoint is set.
     """
     grpo = recipe.grpo
     if grpo is None:
@@ -241,8 +241,8 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
     """Yield the prompts of options.split in order, at most options.limit (0 or None: all); prepare data if needed.
 
     Counts in `counts` the "asked" prompts and the others by their reason. A split has the prompts that `finlm prepare`
-    puts into it; no prompt is in both splits. One of options.model and options.start must be given. Raises UserError as
-    make_shards() does.
+    puts into it; no prompt is in both splits. One of options.model and options.start must be given. Raises UserError
+    when the data cannot be prepared, such as by an unusable chat template or too many broken rows.
     """
     context = Context(recipe, step_cache.Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None

@@ -132,8 +132,8 @@ def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
     """Return a suite's questions, read from the folder `data`, or for exam and recall made about `world`.
 
-    Raises UserError when `data` is None or lacks a file, for a row that is no question of the suite, and as
-    read_tasks() does.
+    exam and recall need `world`, the other suites `data`. Raises UserError when `data` is None or lacks a file, for a
+    row that is no question of the suite, and for cflue-tasks when packages that score it are missing.
     """
     if name == "cflue-tasks":
         from finlm.evals import tasks
@@ -292,7 +292,10 @@ def decided_letter(text: str) -> str | None:
 
 
 def extract_letter(text: str, options: Sequence[str]) -> str | None:
-    """Return the letter of a whole answer: named, or of the only one of four options that it quotes; else None."""
+    """Return the letter of a whole answer: named, or of the only one of its four options that it quotes; else None.
+
+    Raises ValueError when no letter is named and there are not four options.
+    """
     letter = scoring.find_named_letter(text, LETTERS)
     if letter:
         return letter
@@ -422,7 +425,7 @@ class Scores:
 
 
 def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
-    """Return the mean F1 of the right answers as classes, weighted by their questions (as in scikit-learn)."""
+    """Return the mean F1, 0 to 1, of the right answers as classes, weighted by their questions (as in scikit-learn)."""
     total = 0.0
     for label, support in Counter(right).items():
         hits = sum(r == g == label for r, g in zip(right, given, strict=True))

@@ -99,7 +99,8 @@ class Result:
 def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
     """Return {index of a question: largest share of its 6-grams in one document} for questions in the training text.
 
-    `training` is a run or a directory of shards. Raises UserError as open_tokenizer() does. Shows the progress.
+    `training` is a run or a directory of shards. Shows the progress. Raises UserError if its tokenizer cannot be
+    opened.
     """
     shards = Shards(RunDir(training).shards if (training / "plan.json").is_file() else training)
     index = contamination.Index.of([_to_contamination(question) for question in questions])
@@ -169,8 +170,8 @@ class Options:
 def evaluate(checkpoint: Path, options: Options) -> Result | tasks.Result:
     """Ask a suite, return its Result; keep answers in a ledger, append the event `suite` or `tasks` to the model's run.
 
-    Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model, and as
-    open_model() does.
+    Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model, a model
+    that cannot be opened, missing or bad files of questions, and a ledger that cannot be written.
     """
     check_options(options)
     opened = open_model(checkpoint)
@@ -207,7 +208,8 @@ def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: 
     """Append the suites' results to the run's events: of model `start`, if any, as step 0, then of the trained model.
 
     Both are asked about the world of the run's recipe. Answers that the start model gave before, in its own run, are
-    read from there and not asked again. Raises UserError as open_model() does.
+    read from there and not asked again. Raises UserError when a model cannot be opened, the recipe has no fictional
+    world for exam or recall, a suite needs other files, or the answers cannot be written.
     """
     if start is not None:
         _record(run, suites, mode, start, 0)
@@ -219,7 +221,7 @@ def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: 
 def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
     """Evaluate a model on each suite and append the events `suite` to the run, at `step`; None is the model's own step.
 
-    Raises UserError as open_model() does.
+    Raises UserError when the model cannot be opened, questions are unusable or the answers cannot be written.
     """
     opened = open_model(checkpoint)
     for name in suites:
@@ -230,7 +232,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 def _ask_suite(opened: Opened, options: Options) -> Result:
     """Answer a suite's questions with the model, show the progress, append answers to the ledger, return the Result.
 
-    Raises UserError as read_questions(), answer_questions() and find_contained() do.
+    Raises UserError for unusable questions, mode chat without a chat template, or a ledger that cannot be written.
     """
     suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
@@ -269,7 +271,7 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
 def _read_questions(opened: Opened, options: Options) -> questions.Suite:
     """Return the suite's questions; exam and recall are about the world of --world, else of the model's run.
 
-    Raises UserError as find_world() and read_questions() do.
+    Raises UserError when there is no such world, or the suite's files are missing or bad.
     """
     asks_about_world = options.suite in questions.OF_WORLD
     world = questions.find_world(options.suite, opened.run, options.world) if asks_about_world else None
@@ -349,8 +351,8 @@ def _interval(bounds: Interval) -> str:
 def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
     """Write lm-eval tasks with their questions into a new directory `out` and return it.
 
-    Raises UserError when `out` exists, for a mode other than likelihood, for CFLUE's suites, and as check_options(),
-    open_model() and read_questions() do.
+    Raises UserError when `out` exists, for a mode other than likelihood, for CFLUE's suites, for options that do not
+    fit the suite, a model that cannot be opened, and unusable questions.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")

@@ -137,7 +137,7 @@ def _read_row(path: Path, number: int, row: Any) -> Question:
 
 
 def ask(opened: Opened, options: Options) -> Result:
-    """Answer the tasks with the model, append answers to the ledger, return the scores. Raises as read_tasks() does."""
+    """Answer the tasks, add answers to the ledger, return scores. UserError without packages, file or chat template."""
     from finlm.evals import answering, suite
 
     asked = read_tasks(options.data)
@@ -215,7 +215,7 @@ def is_right_label(subtask: str, right: str, answer: str) -> bool:
 
 
 def score_extraction(subtask: str, right: str, answer: str) -> float:
-    """Return an answer's F1 as CFLUE's code reads it, 0 for an unknown sub-task. Raises as read_label() does."""
+    """Return an answer's F1 as CFLUE's code reads it; 0 for an unknown sub-task. `right` suits read_label()."""
     if subtask == ENTITY:
         return float(right in answer)
     if subtask == _CAUSE:
@@ -301,7 +301,7 @@ def _as_pairs(parts: Iterable[str], mark: str) -> dict[str, str]:
 
 
 def _scan_moods(text: str, between: str = r"[:\s]+", letter: str = r"\w") -> dict[str, str]:
-    """Return {name: 正, 负, 中, 无 or |} wherever the pattern `letter`+ `between` mood `letter`+ is in the text."""
+    """Return {name: mood} wherever name (`letter`s), `between`, mood (正 负 中 无 |) and `letter`s are in sequence."""
     return dict(re.findall(f"({letter}+){between}([正|负|中|无]){letter}+", text))
 
 
@@ -411,7 +411,7 @@ def _bleu(pairs: Sequence[tuple[str, str]]) -> tuple[float, Interval]:
 def rouge_l(right: str, answer: str) -> float:
     """Return ROUGE-L's F of an answer over words of jieba; an empty answer counts as the word None, as in CFLUE's code.
 
-    An answer of full stops alone, at which that code ends, gives 0. Raises the recursion limit while it computes.
+    An answer of full stops alone, at which that code ends, gives 0. The recursion limit is 100,000 while it computes.
     """
     from rouge import Rouge
 

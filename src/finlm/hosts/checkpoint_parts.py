@@ -55,10 +55,10 @@ def gather_checkpoint(
     directory stays as it is until all parts have come and match their sha256. A checkpoint in memory is replaced by a
     copy on disk; a host that does not give its part is skipped if the other hosts have the files of all ranks together.
 
-    `started` is called with each rsync process. `spare_bytes` is how many bytes must stay free on this disk; if it is
-    above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here and nowhere else. Raises
-    UserError when the parts do not fit on the disk, differ from their sha256 or come from different saves, or when
-    rsync fails.
+    `accept_new_keys` stores unknown ssh host keys. `started` is called with each rsync process. `spare_bytes` is how
+    many bytes must stay free on this disk; if it is above 0, no summary is printed. Raises Incomplete when a part is
+    missing, or damaged here and nowhere else. Raises UserError when the parts do not fit on the disk, differ from their
+    sha256 or come from different saves, or when rsync fails.
     """
     directory = run.checkpoint(step)
     remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
@@ -195,10 +195,12 @@ def _read_manifest(
     except (UserError, ValueError) as error:
         why = f"{error.problem}\n{error.evidence}" if isinstance(error, UserError) else f"{far} is not JSON: {error}"
         here = f"\nthe copy on this machine is damaged: {', '.join(damaged[:5])}" * bool(damaged)
+        look = f"try `ssh {ssh.ssh_name(host.destination)} cat {far}`"
+        first = error.fix if isinstance(error, UserError) else look
         return Incomplete(
             f"{host.name}'s part of step-{step} exists nowhere else, and {host.name} does not give it",
             evidence=why.rstrip() + here,
-            fix=way_out(run, [host.name], step if damaged else 0),
+            fix="\n".join(filter(None, [first, way_out(run, [host.name], step if damaged else 0)])),
         )
     return Manifest.from_json(content, f"{host.name}:{far}")
 
@@ -416,7 +418,7 @@ def whole_step(run: RunDir, damaged: int = 0) -> int:
 
 
 def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
-    """Return the text of an error's fix: what to do when the hosts `lost` do not come back.
+    """Return a clause to add behind an error's fix, often beginning with "or": what to do without the hosts `lost`.
 
     It depends on the checkpoints that are whole on this machine or in a neighbour's memory. `damaged` is a step that
     cannot be used, 0 for none. Reads the run's events, manifests and plan.

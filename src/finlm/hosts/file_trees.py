@@ -88,7 +88,7 @@ def named_tree(root: Path, names: list[str]) -> SyncTree:
 
 
 def data_tree(path: Path) -> SyncTree:
-    """Return a SyncTree, with links followed, of a data directory or single file.
+    """Return a SyncTree, with links followed, of a data directory, or of a single file in its directory.
 
     Raises UserError if it does not exist or a file cannot be read.
     """
@@ -184,9 +184,9 @@ class CheckedTree:
 def trees_to_check(recipe: Recipe, root: Path | None, shards: Path | None) -> list[CheckedTree]:
     """Return the trees to compare on the hosts: code below `root`, the shards, and the weights in model.init_from.
 
-    Computes the fingerprints of the files here. `root` and `shards` may be None: then there is no such tree. For a
-    model directory that is not on this machine, only the presence of config.json is asked for. Raises UserError when
-    git fails.
+    Of the code only src/ and requirements* count. Computes the fingerprints of the files here. `root` and `shards` may
+    be None: then there is no such tree. For a model directory that is not on this machine, only the presence of
+    config.json is asked for. Raises UserError when git fails.
     """
     trees = []
     if root is not None:
@@ -209,7 +209,7 @@ def model_path(recipe: Recipe) -> Path | None:
 
 
 def _list_below(path: Path) -> list[str]:
-    """Return the sorted relative names of all files below a directory, except those that begin with a dot."""
+    """Return the sorted relative paths of all files below a directory, except paths that begin with a dot."""
     names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     return sorted(name for name in names if not name.startswith("."))
 
@@ -256,7 +256,8 @@ def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, acc
     """Return the rsync command line that copies files from the current directory to `path` on the host.
 
     rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to,
-    `whole` compares contents instead of sizes and times. Raises UserError if the host's name is invalid.
+    `whole` compares contents instead of sizes and times, `accept_new_keys` stores unknown ssh host keys. Raises
+    UserError if the host's name is invalid.
     """
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
@@ -275,7 +276,8 @@ def send(
     """Copy the files `names` of the tree to the host with rsync, and return what was sent.
 
     `whole` compares contents instead of sizes and times. Calls percent(0 to 100) while it runs. Starts nothing for an
-    empty list. Raises UserError with ssh's or rsync's reason when rsync fails.
+    empty list. `accept_new_keys` stores unknown ssh host keys. Raises UserError with ssh's or rsync's reason when rsync
+    fails, FileNotFoundError when rsync is not installed here.
     """
     if not names:
         return Sent()
@@ -290,8 +292,9 @@ def fetch(
 ) -> None:
     """Copy the files `names` below `source` on the host to `target` here with rsync, following links.
 
-    Does nothing for an empty list. `started` is called with the rsync process, so that the caller can kill it. Raises
-    UserError with ssh's or rsync's reason when rsync fails.
+    Does nothing for an empty list. `started` is called with the rsync process, so that the caller can kill it.
+    `accept_new_keys` stores unknown ssh host keys. Raises UserError with ssh's or rsync's reason when rsync fails,
+    FileNotFoundError when rsync is not installed here.
     """
     if not names:
         return
@@ -311,7 +314,7 @@ def _run(
     """Run the rsync command `line` in the directory `path` and return the last 64 KiB of its stdout.
 
     `names` are written to its stdin. `started` is called with the process, `percent` with the percentages that rsync
-    prints. Raises UserError when rsync fails, naming `host`.
+    prints. Raises UserError when rsync fails, naming `host`; FileNotFoundError when rsync is not installed here.
     """
     with tempfile.TemporaryFile() as listed, tempfile.TemporaryFile() as errors:
         listed.write(b"".join(receiver.encode(name) + b"\0" for name in names))

@@ -156,8 +156,9 @@ def run(
 ) -> Result:
     """Run argv on the host with `stdin` as its input, wait, and return its exit code and output.
 
-    Raises UserError when ssh is not installed or fails (exit code 255), when the program is missing on the host (127),
-    and after `timeout_seconds`. If `check`, any other exit code but 0 raises it too.
+    `accept_new_keys` stores an unknown host key. Raises UserError when ssh is not installed or fails (exit code 255),
+    when the program is missing on the host (127), and after `timeout_seconds`. If `check`, any other exit code but 0
+    raises it too.
     """
     line = command(host, argv, accept_new_keys=accept_new_keys)
     try:
@@ -179,9 +180,9 @@ def run(
 
 
 def answers(host: str) -> bool:
-    """Return whether the host runs a command over ssh within 10 s; True for this machine.
+    """Return whether the host runs a command over ssh within 10 s; True, without ssh, for this machine.
 
-    Raises UserError if `host` is not a host name.
+    A host whose key is not known here does not answer. Raises UserError if `host` is not a host name.
     """
     if is_this_machine(host):
         return True
@@ -236,8 +237,8 @@ def is_this_machine(host: str) -> bool:
     """Return whether host names this machine: localhost, its node name, or a name of an address of this machine.
 
     Another port of this machine, in `host` or in ~/.ssh/config, is another host: a container or a tunnel. So is another
-    user's account, whose processes this user cannot start without ssh. A name that does not resolve is False. Raises
-    UserError if `host` is not a host name.
+    user's account, whose processes this user cannot start without ssh. A name that does not resolve is False. May run
+    `ssh -G` (up to 10 s) and ask DNS. Raises UserError if `host` is not a host name.
     """
     user, _, name = login(host).rpartition("@")
     if port_option(host) not in ([], ["-p", "22"]) or (user and user != getpass.getuser()):

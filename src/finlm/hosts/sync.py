@@ -62,6 +62,7 @@ def sync(
 
     `hosts` maps each host to a function from a path here to its path there (Path: the same path). Prints the trees and
     each result, and returns a HostResult per host in the order given. `dry_run` only counts what would change.
+    `accept_new_keys` stores unknown ssh host keys.
 
     Raises UserError before any host is contacted when a host name or data path is unusable, rsync is missing here, or
     another sync of root is running; and, after all hosts are done, when some of them failed, naming each with its
@@ -349,7 +350,8 @@ def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: s
 def _ask_about_job(host: str, job: Job, action: str) -> Any:
     """Send the host the request `action`, "prepare" or "verify", for the job's trees; return the reply's JSON value.
 
-    Waits up to 120 s and the time to hash all bytes at 20 MB/s. Raises UserError as ask() does.
+    Waits up to 120 s and the time to hash all bytes at 20 MB/s. Raises UserError when ssh fails or the host reports an
+    error.
     """
     request = receiver.Request(
         action,
@@ -366,7 +368,8 @@ def _ask_about_job(host: str, job: Job, action: str) -> Any:
 def ask(host: str, request: receiver.Request, patience: float, accept_new_keys: bool) -> Any:
     """Run receiver.py with a request on the host's python3 over ssh, and return the JSON value of its reply.
 
-    `patience` is the time limit in seconds. Raises UserError when ssh fails or the reply is an error.
+    `patience` is the time limit in seconds, `accept_new_keys` stores an unknown ssh host key. Raises UserError when ssh
+    fails, or the reply is an error or missing.
     """
     source = Path(receiver.__file__).read_text(encoding="utf-8")
     script = f"{source}\n\nanswer({json.dumps(dataclasses.asdict(request))!a})\n".encode()
@@ -387,7 +390,8 @@ def ask(host: str, request: receiver.Request, patience: float, accept_new_keys: 
 def _list_differing(host: str, job: Job) -> dict[SyncTree, list[str]]:
     """Have the host hash all files of the job, and return {tree: names that differ there}.
 
-    Raises UserError as ask() does, and AssertionError when no name differs but the tree's hash does.
+    Raises UserError when ssh fails or the host reports an error, and AssertionError when no name differs but the tree's
+    hash does.
     """
     proofs = {path: receiver.Proof(**proof) for path, proof in _ask_about_job(host, job, "verify")["trees"].items()}
     for tree in job.trees:

@@ -48,7 +48,9 @@ def host_env(
     """Return the environment variables of a host's ranks: timeout, threads, CUDA and NCCL, then `network`.
 
     The recipe's `env:` and then the host's `env:` override them. `cores` is the number of CPU cores of the host (None:
-    1), divided among its CPU ranks. `network` has variables that choose the network card (doctor/preflight.py).
+    1), divided among its CPU ranks; GPU ranks get 4 threads, or 16 with optimizer offload. `network` has variables that
+    choose the network card (doctor/preflight.py). Some NCCL settings are made only for train.deterministic, or for
+    ZeRO-3 on one host with micro-batches of at least 16,384 tokens.
     """
     longest = max(recipe.launch.start_minutes, recipe.launch.stall_minutes)
     env = {
@@ -187,7 +189,7 @@ def slurm(job: Job) -> LaunchFiles:
     """Return ({file: text}, commands): an sbatch script with a task per rank, on nodes that Slurm chooses, and sbatch.
 
     In the command `{here}` stands for the directory of the file. All tasks end when one fails. Raises UserError when
-    hosts or micro-batches differ (Job.slots_anywhere).
+    hosts have different numbers of ranks, or ranks have different micro-batches.
     """
     slots, nodes = job.slots_anywhere("Slurm"), len(job.hosts.hosts)
     directory = str(job.run.logs).replace("%", "%%")  # Slurm replaces %j and others, also in directories
@@ -219,8 +221,9 @@ def slurm(job: Job) -> LaunchFiles:
 def k8s(job: Job) -> LaunchFiles:
     """Return ({file: text}, commands): a Kubeflow PyTorchJob (kubeflow.org/v1), and docker build and kubectl apply.
 
-    The user must fill in the volume claim. In a command `{here}` stands for the directory of the file. Raises UserError
-    when hosts or micro-batches differ (Job.slots_anywhere).
+    The user must fill in the claim of the volume, which is mounted at the current directory. In a command `{here}`
+    stands for the directory of the file. Raises UserError when hosts have different numbers of ranks, or ranks have
+    different micro-batches.
     """
     slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
     env = job.env(Host("", slots))
@@ -263,7 +266,8 @@ def ray(job: Job) -> LaunchFiles:
     """Return ({file: text}, commands): a script for the head node of a Ray cluster, and its command.
 
     The script starts a worker per rank, each with its own GPU (or CPU). In the command `{here}` stands for the
-    directory of the file. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    directory of the file. Raises UserError when hosts have different numbers of ranks, or ranks have different
+    micro-batches.
     """
     slots = job.slots_anywhere("Ray")
     env = job.env(Host("", slots))
@@ -285,8 +289,8 @@ ADAPTERS: dict[str, Callable[[Job], LaunchFiles]] = {
 def write_files(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
     """Write the files of the launcher `name`, a key of ADAPTERS, to <run>/launch, and return the commands to type.
 
-    Makes <run>/logs and replaces files of an earlier call. Raises UserError when the launcher cannot express these
-    hosts.
+    Makes <run>/logs and replaces files of the same names. Raises UserError when the launcher cannot express these
+    hosts, such as hosts with different numbers of ranks.
     """
     made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
     directory = run.path / "launch"
@@ -328,7 +332,8 @@ def main() -> int:
     Every rank reserves a GPU (or a CPU) of its own in one placement group, SLOTS a host, so that no other Ray job is
     put beside it. Waits for as long as Ray cannot give them. Ray would show each worker one GPU as number 0; ranks of a
     host need to see all of the host's, with LOCAL_RANK as the index, so the reserved ones are made visible together.
-    Return 0, or the exit code of the first rank that failed, after ending the others.
+    Return 0; the exit code of the first rank that failed, after ending the others; or 1 if the first host has no free
+    port for the rendezvous. Prints the failure to stderr.
     """
     import ray
 

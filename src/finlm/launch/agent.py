@@ -109,7 +109,8 @@ def main() -> None:
     """Greet the head, start the ranks that it asks for, and follow them to their end.
 
     Exits the process with 0 once no rank is left. Exits with 1 when the head asks for something else or nothing in
-    time, former ranks still hold the run's lock, or the launcher cannot be started.
+    time, former ranks still hold the run's lock, or the launcher cannot be started. Blocks stop signals in this
+    process, and adopts orphans of the ranks.
     """
     processes.block_stop_signals()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
@@ -175,8 +176,8 @@ def _take_events(run: rundir.RunDir) -> bool:
 def _hello(locked: bool, port: int | None) -> messages.Hello:
     """Return the greeting for the head: `locked`, a free port, cores, hostname and the addresses of the ssh connection.
 
-    `port` is the rendezvous port to try, 0 for any free port; the greeting has text in its place if there is none. It
-    is None, and stays so, if the rendezvous is on another host. Without ssh the addresses are None.
+    `port` is the rendezvous port to try, 0 for any, None if the rendezvous is on another host. The greeting then has a
+    free port, or the reason, as text, why there is none, or None. Without ssh the addresses are None.
     """
     connection = os.environ.get("SSH_CONNECTION", "").split()
     is_remote = len(connection) == 4
@@ -238,8 +239,9 @@ def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[
 def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
     """Send heartbeats and obey the head until the launcher ends, the head is gone or silent, or it asks for the end.
 
-    Reports each rank that ends. At the end kills all ranks that are left, sends the last logs, and tells the head the
-    launcher's exit code, -N for signal N.
+    `greet` has the number of ranks and the seconds of silence. Starts no Sender, but finishes it. Reports each rank
+    that ends. At the end kills all ranks that are left, sends the last logs, and tells the head the launcher's exit
+    code, -N for signal N.
     """
     ranks = Ranks(launcher.pid, greet.slots)
     next_beat, kills_before = 0.0, count_oom_kills()
@@ -299,7 +301,8 @@ class Sender(threading.Thread):
     """A thread that sends the head what is appended to the files that match some patterns.
 
     `patterns` are paths with a wildcard in the name; names are sent relative to `root`. `sent` says up to which byte
-    the head has each file. Of files that exist now and are not in `sent`, only what is appended from now on is sent.
+    the head has each file. Of files that exist now and are not in `sent`, only what is appended from now on is sent;
+    files made later are sent from their beginning.
     """
 
     def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:

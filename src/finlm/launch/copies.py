@@ -76,7 +76,7 @@ class Copier:
             process.kill()
 
     def work(self) -> None:
-        """Copy each new checkpoint that events.jsonl records, until cancel() is called.
+        """Copy each new checkpoint that events.jsonl records, until cancel() is called; lowers its thread's priority.
 
         Once `no_more` is set, returns after it has read all events and tried the last copy. Retries a failed copy after
         60 s, and records each new reason as an incident. After a rollback, removes the copies of later steps.
@@ -109,8 +109,8 @@ class Copier:
     def _copy(self, step: int) -> None:
         """Gather the checkpoint of a step on this machine, and append a `copied` event unless it was whole before.
 
-        Without ranks here, also removes the checkpoints that keep_last leaves out. Raises UserError or OSError when it
-        cannot be gathered.
+        Leaves room on the disk for this machine's part of the next checkpoint. Without ranks here, also removes the
+        checkpoints that keep_last leaves out. Raises UserError or OSError when it cannot be gathered.
         """
         self.running.clear()
         directory, began = self.run.checkpoint(step), time.monotonic()

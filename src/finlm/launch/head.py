@@ -76,9 +76,10 @@ class Session:
     def start(self, run: RunDir, path_there: Path, python: str, port: int | None, accept_new_keys: bool) -> None:
         """Start the agent, over ssh or as a child process, and a thread that reads its messages; send it the greeting.
 
-        `path_there` is the run directory's path on the host, `python` the interpreter there. `port` is the rendezvous
-        port to try (0: any), None unless this is the first host. Raises OSError when ssh, or the interpreter here,
-        cannot be started.
+        The host sends its files from the byte on that a former launch received. `path_there` is the run directory's
+        path on the host, `python` the interpreter there. `port` is the rendezvous port to try (0: any), None unless
+        this is the first host. `accept_new_keys` stores unknown ssh host keys. Raises OSError when ssh, or the
+        interpreter here, cannot be started.
         """
         with contextlib.suppress(FileNotFoundError, files.NotJson):  # without fsync it may be empty after a power cut
             self.sent = files.read_json(self._sent_file(run))
@@ -205,11 +206,12 @@ class Session:
                 self.code = code
 
     def _append_block(self, run: RunDir, name: str, block: bytes, end: int | None) -> None:
-        """Append a block to the file `name` of the run directory here, and record how much of that file has arrived.
+        """Append a block to the file `name` of the run directory here, and store how much of the host's file is here.
 
-        `end` is the byte position behind the block in the host's file; None from an older agent. When the disk here is
-        full, the block waits in memory for the next call; if 64 MiB wait, further blocks are dropped, and the next
-        launch gets them again. Raises ValueError for a name outside the run directory.
+        `end` is the byte behind the block in the host's file; None from an older agent, then the blocks are counted. A
+        block that does not follow the last block is dropped. What cannot be written waits in memory for the next call;
+        the first time, the reason is printed. Once 64 MiB of a file wait, its further blocks are dropped until the next
+        launch, which gets them again. Raises ValueError for a name outside the run directory.
         """
         path = files.within(run.path, name)
         waiting = self._waiting.pop(name, b"")
@@ -243,9 +245,10 @@ class Session:
 
 @contextmanager
 def watch_away_hosts(hosts: Sequence[Host], seconds: float) -> Iterator[Callable[[], list[str]]]:
-    """Ask in a thread, every `seconds`, whether the absent hosts answer over ssh; yield a function that lists those.
+    """Ask in a thread, every `seconds` (at least 1), whether the absent `hosts` answer over ssh.
 
-    The function returns the names of all hosts that have answered so far. The thread ends with the block.
+    Yields a function that returns the names of all of them that have answered so far, [] at first. The thread ends with
+    the block.
     """
     back: list[str] = []
     over = threading.Event()
@@ -338,7 +341,8 @@ class StopRequest:
 def exit_on_signals(words: str = RESUMES) -> Iterator[None]:
     """On SIGTERM and SIGHUP in the block print `words` and raise SystemExit(128 + number); restores the old handlers.
 
-    Without it they would end this process with no report and no launch.notify, as while it waits for a restart.
+    SIGHUP stays ignored where it is ignored (nohup). Without this block the signals would end the process with no
+    report and no launch.notify, as while it waits for a restart.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
@@ -352,7 +356,7 @@ def exit_on_signals(words: str = RESUMES) -> Iterator[None]:
 
 @contextmanager
 def _handle(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle these signals by `handler` in the block, but not SIGHUP where it is ignored."""
+    """Handle these signals by `handler` in the block, but not SIGHUP where it is ignored; restore the old handlers."""
     heeded = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in heeded}
     try:

@@ -100,7 +100,10 @@ class Log:
 
 @dataclass(frozen=True)
 class Beat:
-    """Heartbeat: state letter by living rank, free bytes on the run's disk, processes killed for lack of memory."""
+    """Heartbeat: state letter by living rank, free bytes on the run's disk, kills for lack of memory since the start.
+
+    `oom_kills` counts the whole host; None when the kernel does not tell.
+    """
 
     ranks: dict[str, str] = field(default_factory=dict)
     free_bytes: int | None = None

@@ -39,8 +39,10 @@ _TOKEN = secrets.token_hex(32)  # of all clusters of this process: Ray reads it 
 def start_ray(recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator[str]:
     """Start Ray on all hosts, yield the cluster's address "ip:port", and end all its processes after the block.
 
-    Sets Ray's token and address in os.environ during the block. Raises UserError, naming the host, when a host cannot
-    be reached, has no Ray or another version, or Ray does not start there.
+    Each host has at most data.num_proc workers, this machine none unless `hosts` has it. Sets Ray's token and address
+    in os.environ during the block. `accept_new_keys` stores unknown ssh host keys. Raises UserError, naming the host,
+    when a host cannot be reached, has no Ray or another version, or Ray does not start there; FileNotFoundError without
+    ssh.
     """
     with ThreadPoolExecutor(16) as pool:
         is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
@@ -101,8 +103,8 @@ class _Node:
     def connect(self, env: Mapping[str, str], accept_new_keys: bool) -> None:
         """Start ray_node.py on the host, and a thread that reads its messages.
 
-        `env` is the recipe's environment, which the host's own env overrides. Raises UserError for an invalid host
-        name, FileNotFoundError without ssh.
+        `env` is the recipe's environment, which the host's own env overrides. `accept_new_keys` stores an unknown ssh
+        host key. Raises UserError for an invalid host name, FileNotFoundError without ssh.
         """
         line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
         if not self.is_local:

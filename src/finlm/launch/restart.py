@@ -83,9 +83,10 @@ def run_ranks(
     """Call start.launch_ranks(), and call it again after failures that may pass.
 
     It is called again at most launch.restarts times without a new checkpoint. When a rank runs out of memory, the plan
-    is replaced, in the run directory too, and restarts are counted anew. Raises the last RunFailed, with the reason why
-    it is not restarted; HostLost when the run can go on with other hosts; HostsBack when absent hosts answer again;
-    UserError when the first launch cannot start. Prints why it restarts and records it as events.
+    is replaced, in the run directory too, and restarts are counted anew. Prints why it restarts and records it as
+    events. `accept_new_keys` stores unknown ssh host keys. Raises the last RunFailed, with the reason why it is not
+    restarted; HostLost when the run can go on with other hosts; HostsBack when absent hosts answer again; UserError
+    when the first launch cannot start; SystemExit after a signal.
     """
     if run.former_plans:  # a kill may have come between the new plan and its settings
         files.write_json(run.ds_config, config.deepspeed_settings(recipe, plan))
@@ -127,9 +128,9 @@ class Restarts:
     def wait_after(self, failure: RunFailed, plan: Plan, seen: int) -> None:
         """Note a failed launch and sleep before the next launch; raise `failure`, or HostLost, when there must be none.
 
-        `seen` is the number of rows of events.jsonl before that launch. Raises a final failure as it is; else adds to
-        its evidence why there is no restart, and to its fix what to do about a bad host. A wait is printed and recorded
-        as a `restart` event.
+        `seen` is the number of rows of events.jsonl before that launch. Raises a final failure, or any if
+        launch.restarts is 0, as it is; else adds to its evidence why there is no restart, and to its fix what to do
+        about a bad host. A wait is printed and recorded as a `restart` event.
         """
         limit = self.recipe.launch.restarts
         if failure.is_final or not limit:
@@ -171,7 +172,10 @@ class Restarts:
         self._wait(error.problem, host or self.failures[-2].host)
 
     def _wait(self, problem: str, host: str) -> None:
-        """Print the problem, record the restart, and sleep: twice as long each time, at most 600 s."""
+        """Print the problem, record the restart (record_restart), and sleep: twice as long each time, at most 600 s.
+
+        The first time it sleeps launch.restart_wait_seconds; a new checkpoint makes the next time the first again.
+        """
         launch, count = self.recipe.launch, count_in_a_row(self.failures)
         seconds = min(LONGEST_WAIT_SECONDS, launch.restart_wait_seconds * 2 ** (count - 1))
         screen.say(f"{problem}\nrestart {count} of {launch.restarts} in {seconds:g} s")
@@ -191,17 +195,17 @@ def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: s
 
 
 def list_silent(hosts: Sequence[Host]) -> list[str]:
-    """Ask these hosts over ssh, and return the names of those that do not answer."""
+    """Ask these hosts over ssh, all at once, and return the names of those that do not answer within 10 s."""
     with ThreadPoolExecutor(16) as pool:
         answers = pool.map(ssh.answers, [host.destination for host in hosts])
         return [host.name for host, is_there in zip(hosts, answers, strict=True) if not is_there]
 
 
 def wait_for_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, after: str) -> bool:
-    """Wait until all hosts answer, launch.restarts times and longer each time; return whether they do.
+    """Wait until all hosts answer, launch.restarts times and twice as long each time; return whether they do.
 
-    Records a `restart` event for the problem `after`. Returns False at once if the run has saved no checkpoint since it
-    waited before.
+    Records and prints the problem `after`, and runs launch.notify (record_restart). Does none of this and returns False
+    if the run has saved no checkpoint since it waited before.
     """
     kinds = [row.get("action", row["kind"]) for row in run.read_events()]
     if WAITED in kinds and not {"checkpoint", "in_memory"} & {*kinds[-kinds[::-1].index(WAITED) :]}:
@@ -265,8 +269,8 @@ def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure:
     """Raise HostLost if the run can go on without `host`; else return.
 
     It can when other hosts or spares remain and one of these holds: there is no checkpoint yet; a checkpoint is whole
-    without the host; the host still answers and can give its part. It never can with optimizer states on NVMe, which no
-    other plan can read.
+    on this machine, or in the memory of the other hosts together; the host answers and can give its part. It never can
+    with optimizer states on NVMe, which no other plan can read. Asks the hosts over ssh.
     """
     if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # which no other plan can take
         return
@@ -281,7 +285,10 @@ def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure:
 
 
 def _host_answers(hosts: Cluster, name: str) -> bool:
-    """Return whether the host of this name answers over ssh. Raises StopIteration for a name that is not in `hosts`."""
+    """Return whether the host of this name runs a command over ssh within 10 s; True, without ssh, for this machine.
+
+    Raises StopIteration for a name that is not in `hosts`.
+    """
     return ssh.answers(next(host.destination for host in hosts.hosts if host.name == name))
 
 
@@ -329,10 +336,11 @@ def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken
 
 
 def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new_keys: bool) -> None:
-    """Gather the newest common checkpoint into continued/ if `smaller` shards the optimizer states in another way.
+    """Gather the newest common checkpoint into continued/ if `smaller` has another ZeRO stage or optimizer offload.
 
     Each host has only the parts of its own ranks; sync then copies all parts to every host. Does nothing when all ranks
-    are on this machine. Raises UserError when the parts cannot be gathered.
+    are on this machine, or without a checkpoint that all hosts have. `accept_new_keys` stores unknown ssh host keys.
+    Raises UserError when the parts cannot be gathered.
     """
     is_cut = (plan.zero_stage, plan.offload_optimizer) != (smaller.zero_stage, smaller.offload_optimizer)
     if is_cut and not all(ssh.is_this_machine(host.destination) for host in hosts.hosts):

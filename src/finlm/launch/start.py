@@ -71,10 +71,10 @@ def launch_ranks(
 ) -> None:
     """Lock the run, copy it to its hosts, start the ranks, and follow them to the end of training.
 
-    `recipe` and `hosts` are the run directory's if None; access to hosts may have changed since it was made. On return
-    all processes are ended on the hosts that answer. Raises RunFailed, with the cause that the logs show, when training
-    does not get to its end; HostsBack or SystemExit after a request to stop (head.StopRequest); UserError when a
-    host cannot be used or the run is running.
+    `recipe` and `hosts` are the run directory's if None; access to hosts may have changed since it was made.
+    `accept_new_keys` stores unknown ssh host keys. On return all processes are ended on the hosts that answer. Raises
+    RunFailed, with the cause that the logs show, when training does not get to its end; HostsBack or SystemExit after a
+    request to stop (head.StopRequest); UserError when a host cannot be used or the run is running.
     """
     recipe = recipe or recipes.load(run.recipe).recipe
     hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))

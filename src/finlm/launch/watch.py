@@ -101,7 +101,8 @@ def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
 def describe_silence(sessions: Sequence[Session], progress: Progress, limits: Launch, now: float) -> str:
     """Return a sentence about a run that has finished nothing for long; "" when there is nothing new to print.
 
-    Sets progress.reported, so that the next sentence comes after twice the silence.
+    Long is at least 60 s and three times the longest usual silence. Sets progress.reported, so that the next sentence
+    comes after twice the silence.
     """
     silence = progress.since(now)
     if silence < max(QUIET_SECONDS, 3 * progress.longest, 2 * progress.reported):
@@ -161,7 +162,7 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
     Call it when in_trouble() is true, after wait_for_signs_of_life(). Looks in this order: this machine slept until the
     hosts gave it up; a host could not start its ranks, or sent what is not understood; ranks were killed or failed by
     themselves; hosts or agents are gone; launchers ended without their ranks; ranks failed on the connection to another
-    rank.
+    rank. May ask a silent host over ssh (up to 10 s), and append a line about memory to a launcher's log.
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:
@@ -269,8 +270,8 @@ def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
 def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) -> RunFailed:
     """Return the failure of a host that is silent or whose agent is gone, after asking it over ssh (up to 10 s).
 
-    If it answers, its agent or the connection was ended; else the failure is marked is_gone. `words` describes the
-    run's progress.
+    If it answers, as this machine always does, its agent or the connection was ended; else the failure is marked
+    is_gone. `words` describes the run's progress.
     """
     ranks = (
         f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"
@@ -417,6 +418,6 @@ def place_of(stack: Stack) -> str:
 
 
 def format_stack(stack: Stack) -> str:
-    """Return the innermost 8 frames of a stack as text, one per line."""
+    """Return the innermost 8 frames of a stack as text, one per line; for () a line that it printed no stack."""
     lines = [f"  {'/'.join(file.split('/')[-2:])}:{line} in {name}" for file, line, name in stack[:8]]
     return "\n".join(lines) or "  it printed no stack"

@@ -98,9 +98,9 @@ def check_kinds(text: str) -> list[str]:
 def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
     """Start the training, cause faults for d.seconds and end it; then call show(faults with costs, share that trained).
 
-    The share is of the time, 0 to 1. show() is also called, with what was seen so far, when the drill is interrupted or
-    the run ends early. Raises UserError when no fault fits into the time or the run ends early, and KeyboardInterrupt
-    or SystemExit when a signal interrupts it.
+    Sets d.before and d.process, prints each fault. The share is of the time, 0 to 1. show() is also called, with what
+    was seen so far, when the drill is interrupted or the run ends early. Raises UserError when no fault fits into the
+    time or the run ends early, and KeyboardInterrupt or SystemExit when a signal interrupts it.
     """
     if d.every >= d.seconds:
         raise UserError(
@@ -348,7 +348,8 @@ class Forecast:
 def forecast(failing: Failing, seconds: float) -> Forecast:
     """Simulate 200 runs of `seconds` of wall time, or of 500 failures if that is less, and return a Forecast.
 
-    Raises UserError when failures come sooner, on average, than they are noticed and the ranks start again.
+    The same arguments give the same Forecast. Raises UserError when failures come sooner, on average, than they are
+    noticed and the ranks start again.
     """
     between = failing.between
     if between < failing.detection + failing.restart:
@@ -365,10 +366,10 @@ def forecast(failing: Failing, seconds: float) -> Forecast:
 
 
 def simulate(failing: Failing, seconds: float, chance: random.Random) -> float:
-    """Return the share of a run's wall time whose training was not lost, 0 to 1.
+    """Return the share of a run's wall time, 0 to 1, that trained steps that count.
 
-    `chance` draws the times of the failures. Every launch, also the first, takes failing.restart seconds before it
-    trains, and may fail during them.
+    Starts, steps lost by a failure, and waits for checkpoints do not count. `chance` draws the times of the failures.
+    Every launch, also the first, takes failing.restart seconds before it trains, and may fail during them.
     """
     now = trained = 0.0
     while now < seconds:

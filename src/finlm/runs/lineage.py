@@ -43,8 +43,7 @@ THREADS = 16
 # What a finished run may be continued with. Without a schedule the rate is the one in the optimizer's saved state.
 LONGER = ("train.steps", "train.tokens", "train.epochs")
 ANOTHER_RATE = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps")
-# Events of a finished run.
-_OF_THE_END = ["end", "proof", "copied", "export", "sample", "suite", "tasks", "prediction", "expect"]
+_OF_THE_END = ["end", "proof", "copied", "export", "sample", "suite", "tasks", "prediction", "expect"]  # events
 
 
 class Known(NamedTuple):
@@ -123,7 +122,7 @@ def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_ne
     """Return the newest unfinished run of the same training that has a checkpoint, and print it; None if there is none.
 
     Gathers its newest whole checkpoint here; `accept_new_keys` stores unknown ssh host keys. Raises UserError when it
-    is running or was started elsewhere, when none of its checkpoints is whole and intact, or as find_continuable does.
+    runs or was started elsewhere, when no checkpoint is whole and intact, or a run differs by its hosts alone.
     """
     for run, former, planned in find_continuable(wanted, plan, shards, runs):
         check_free(run, wanted, accept_new_keys)
@@ -152,8 +151,8 @@ def check_run_to_extend(wanted: Recipe, runs: Path) -> None:
 def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new_keys: bool = False) -> Earlier:
     """Return the newest finished run of the recipe and data, for a longer run to go on from, and print it.
 
-    Raises UserError if there is none, if it has no intact checkpoint, if more than length and learning rate differ, or
-    if no steps are left to train.
+    Raises UserError if there is none, it has no intact checkpoint, no steps are left, or more than length and learning
+    rate (without a schedule, length alone) differ. `accept_new_keys` stores unknown ssh host keys.
     """
     for run, former, planned in _list_same_data(wanted, shards, runs, finished=True):
         if former.name != wanted.name:
@@ -221,9 +220,9 @@ def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> It
 
 
 def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
-    """Return the text of an error's fix for when the hosts `lost` of the newest unfinished run do not come back.
+    """Return a clause to add behind an error's fix, often beginning with "or": what to do without the hosts `lost`.
 
-    `runs` is None for a new run.
+    It is about the newest unfinished run of this name below `runs`; None for a new run.
     """
     for run, former, planned in _list_same_data(wanted, None, runs) if runs else ():
         if former.name == wanted.name and not run.is_trained():
@@ -234,7 +233,7 @@ def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
 
 
 def check_free(run: RunDir, recipe: Recipe, accept_new_keys: bool) -> None:
-    """Raise UserError when another process runs the run or another host started it."""
+    """Raise UserError if another process runs the run or another host started it; may store unknown ssh host keys."""
     with lock_run(run):
         checkpoint_parts.check_started_here(run, hosts_of(Plan.read(run.plan), recipe), accept_new_keys)
 
@@ -298,8 +297,8 @@ def _list_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
 def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_new_keys: bool) -> Path | None:
     """Return the newest checkpoint whose files are all here and intact; None if none was ever saved.
 
-    Gathers the parts of other hosts, and prints damaged checkpoints. Raises Incomplete when a host does not give its
-    part and no older one is whole, and UserError when all are damaged: the run would start again at step 0.
+    Gathers other hosts' parts, and prints damaged checkpoints. `accept_new_keys` stores unknown ssh host keys. Raises
+    Incomplete when a host does not give its part and no older one is whole, UserError when all are damaged.
     """
     missing: checkpoint_parts.Incomplete | None = None
     saved = _list_checkpoints(run)
@@ -422,7 +421,8 @@ def other_hosts(
     """Yield (cluster, what is done, in words) for each cluster that may go on without lost hosts, the best first.
 
     `lost` has their names, and whether they may come back. First usable spares take their places, then the others go on
-    alone. Asks the spares over ssh for their GPUs, and prints why a spare cannot be used.
+    alone. Asks the spares over ssh for their GPUs, and prints why a spare cannot be used. `accept_new_keys` stores
+    unknown ssh host keys.
     """
     usable, silent = list[Host](), restart.list_silent(hosts.spares)
     for spare in hosts.spares:
