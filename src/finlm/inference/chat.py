@@ -178,7 +178,8 @@ class Talker:
     def stream(self, messages: Conversation, temperature: float, top_p: float, max_tokens: int) -> Iterator[str]:
         """Yield the answer to the last message in pieces of whole characters; set self.reply at the end.
 
-        An answer has at most max_tokens tokens, fewer where the context ends. Raises UserError when the conversation
+        self.reply is None until then, also after a stream that was not read to its end. An answer has at most
+        max_tokens tokens, fewer where the context ends. Raises UserError, at the first piece, when the conversation
         leaves no room in the model's context, or its template does not take it.
         """
         tokenizer = self.opened.tokenizer

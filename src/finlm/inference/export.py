@@ -101,7 +101,10 @@ def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> Non
 
 
 def _merge_start_config(config: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return `config` with the fields that only the start's config.json has, and RoPE also as before transformers 5."""
+    """Return `config` with the fields that only the start's config.json has, and RoPE also as before transformers 5.
+
+    Of other fields `config` has the last word, but dropouts are the start's. A model from scratch only gets the RoPE.
+    """
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:
         start = {key: value for key, value in start.items() if key not in ("rope_theta", "rope_scaling")}
@@ -144,7 +147,7 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
 def _prove_training(reloaded: Any, trained: Trained) -> None:
     """Raise RuntimeError when the reloaded model's loss or reward differs from that of the event `proof` of training.
 
-    Does nothing without such an event: only the last step's checkpoint has it, and no run of a former version.
+    READS_ALIKE times 1 + the value is allowed. Does nothing without such an event, which only the last step has.
     """
     step = step_of(trained.checkpoint)
     rows = [row for row in trained.run.read_events("proof") if row["step"] == step]
@@ -168,10 +171,10 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any) -> None:
-    """Write tokenizer files: copies of the start model's for pretraining, else `tokenizer` as transformers saves it.
+    """Write tokenizer files: in pretraining from a model's tokenizer copies of its files, else `tokenizer` as saved.
 
-    The chat template is written without the marks of training. tokenizer.json and tokenizer.model are copied where the
-    shards have them.
+    The chat template is written without the marks of training. tokenizer.json is a copy if it encoded the data;
+    tokenizer.model is one where the shards have it.
     """
     source = shards.directory / "tokenizer"
     if stage == "pretrain" and source.is_dir():
@@ -206,7 +209,7 @@ def _begins_with_a_control_token(tokenizer: Any) -> bool:
 
 
 def _prove_tokenizer(reloaded: Any, trained: Trained, tokenizer: Any) -> None:
-    """Raise RuntimeError when the reloaded template, or the ids of probe texts, are not the training data's."""
+    """Raise RuntimeError when the ids of probe texts, or outside of pretraining the template, are not the data's."""
     texts = list(PROBES)
     if tokenizer.chat_template and trained.recipe.stage != "pretrain":  # which renders none, and copies the file
         rendered = [each.apply_chat_template(_CONVERSATION, tokenize=False) for each in (tokenizer, reloaded)]
@@ -420,10 +423,7 @@ def _task_lines(trained: Trained, step: int) -> Iterator[str]:
 
 
 def _origin_lines(trained: Trained) -> Iterator[str]:
-    """Yield the lines of the card's section of finlm's version and commit, hashes of code and inputs, and hardware.
-
-    Leaves out what the run's manifest.json does not know; that file must exist.
-    """
+    """Yield the card's section on origin: hardware, and what the run's manifest.json, which must exist, knows of it."""
     manifest = files.read_json(trained.run.manifest)
     code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
     git = code.get("git") or {}

@@ -226,8 +226,9 @@ def load_trained(checkpoint: Path) -> Trained:
 
     The model is in evaluation mode, a sequence classifier for reward runs. Weights come from the fp32 master copy where
     ZeRO keeps it and are cast to the run's precision: what the last training step left, not a second rounding of it.
-    Adapters are merged. Compares the files' hashes. Raises UserError when the checkpoint is incomplete or damaged,
-    RuntimeError when its weights do not fit the model.
+    Adapters are merged; after lora.quantize into the weights of model.init_from. Compares the files' hashes. Raises
+    UserError when the checkpoint is incomplete or damaged, or such an init_from is gone; RuntimeError when the weights
+    do not fit the model.
     """
     checkpoint = complete_checkpoint(checkpoint)
     run = run_of_checkpoint(checkpoint)

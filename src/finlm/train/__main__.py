@@ -42,8 +42,8 @@ def main() -> None:
 
     The exit code is the stage's, or 1 after any exception. The run directory is sys.argv[1]. Applies env/<host>.env,
     locks the run's file for this host, and sends stdout and stderr to this rank's log. The log also gets the traceback
-    of an exception, and a report if memory ran out. Stage pretrain writes a missing index of rows. An exception before
-    the log is open passes through.
+    of an exception, a report if memory ran out, and all stacks on SIGUSR1. The process also ends when its parent does.
+    Stage pretrain writes a missing index of rows. An exception before the log is open passes through.
     """
     die_with_parent()
     run_path = Path(sys.argv[1])
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _limit_waiting() -> None:
-    """Replace distributed.new_group so that groups get DeepSpeed's default timeout unless the caller gives another.
+    """Replace distributed.new_group, for the process: groups get DeepSpeed's timeout unless the caller gives another.
 
     This covers ZeRO's groups: without it, a cut network cable became an error only after 930 s.
     """
@@ -118,7 +118,10 @@ def _log_to(path: Path) -> None:
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return the first out-of-memory error in a chain of causes and contexts, or None if there is none."""
+    """Return the first out-of-memory error in a chain of causes and contexts, or None if there is none.
+
+    It is torch's OutOfMemoryError, or a RuntimeError whose text has a phrase of OUT_OF_MEMORY.
+    """
     import torch
 
     while error is not None:
@@ -133,6 +136,7 @@ def _report(run_path: Path, error: BaseException) -> str:
     """Return the report of an out-of-memory error: the line that `finlm train` parses, then an explanation.
 
     Reads the recipe and the plan of the run in `run_path`, and the GPU kinds that were calibrated on this machine.
+    Raises UserError when one of these is damaged.
     """
     from finlm.plan import gpus, out_of_memory
     from finlm.plan.plan import Plan

@@ -176,7 +176,7 @@ def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def attention_implementation(device: str, dtype: torch.dtype, has_sinks: bool = False) -> str:
-    """Return the attn_implementation for document masks: NAME, "sdpa" or "eager". Registers NAME with transformers.
+    """Return the attn_implementation for document masks: NAME, which it registers with transformers, "sdpa" or "eager".
 
     NAME needs device "cuda" with compute capability 8.0 or later and a dtype other than fp32; with sinks
     (attend_with_sinks) it also works on a CPU. Elsewhere returns "eager" with sinks, else "sdpa".
@@ -324,8 +324,9 @@ attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_back
 def _documents(bounds: torch.Tensor, left: int, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
     """Yield (tokens, mask) for each document of `bounds`: the slice of its tokens, and a mask to add to its scores.
 
-    A token sees `left` tokens before its own (-1: all). The mask is None if no token has more tokens of its document
-    before it; else it is [tokens, tokens] in the dtype of `like`, with -inf where a token does not see another.
+    A token sees `left` tokens before its own (-1: all). The mask is None where plain causal attention does: `left`
+    reaches back to the document's first token from every token. Else it is [tokens, tokens] in the dtype of `like`, 0
+    where a token sees another and -inf elsewhere. Empty documents are left out.
     """
     for start, stop in itertools.pairwise(bounds.tolist()):
         if start < stop:

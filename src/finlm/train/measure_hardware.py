@@ -58,7 +58,11 @@ def time_links(request: dict[str, Any]) -> int:
 
 
 def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of disjoint pairs, until every pair of points was in one (round-robin tournament, circle method)."""
+    """Yield rounds of disjoint pairs, until every pair of points was in one (round-robin tournament, circle method).
+
+    The smaller point of a pair comes first. Of an odd number one point rests in each round, so a single point gives a
+    round without pairs; no points give no round.
+    """
     circle: list[int | None] = [*points, *([None] if len(points) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -84,8 +88,9 @@ class Rank:
     def run(self) -> int:
         """Meet the other ranks, measure the pairs, then all ranks together; return 0, or 1 when meeting them failed.
 
-        All ranks together are measured when they are more than two and no pair failed. Prints a line for each result or
-        failure; with NCCL a failed group ends the process with code 1.
+        All ranks together are measured when they are more than two and no pair failed. Prints a line for each start,
+        result and failure; with NCCL a failed group ends the process with code 1. Sets TORCH_NCCL_BLOCKING_WAIT in the
+        environment.
         """
         # With it a collective that times out raises; without it torch ends the process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -118,13 +123,14 @@ class Rank:
     def meet(self, where: str) -> None:
         """Wait until all ranks have called meet(where); works also when a link between two others is dead.
 
-        Raises torch's DistError when a rank does not come within self.longest.
+        `where` must be another name in each call. Raises torch's DistError when a rank does not come within
+        self.longest.
         """
         self.store.set(f"{where}/{self.rank}", "here")
         self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)
 
     def measure(self, ranks: Sequence[int]) -> None:
-        """Make a process group of `ranks`, time it, and print its result or its error.
+        """Make a process group of `ranks`, time it, destroy it; print a line at the start and its result or error.
 
         An error is also noted in the store as "failed"; with NCCL it ends this process with code 1.
         """
@@ -158,8 +164,9 @@ class Rank:
     def time_all_reduce(self, members: int) -> dict[str, object]:
         """Return {latency, bytes, seconds, bus_bytes_per_second} of all-reduces in the current group. Collective.
 
-        latency is the median seconds for a single number; the rest is of the largest message. `members` is the group's
-        size. Raises RuntimeError when a sum is wrong, and what torch raises when a collective fails.
+        latency is the median seconds for a single number; the rest is of the largest message. Messages grow fourfold
+        from 1 MiB until one takes over ENOUGH_SECONDS or has LARGEST_BYTES. `members` is the group's size. Raises
+        RuntimeError when a sum is wrong, and what torch raises when a collective fails.
         """
         import torch
 

@@ -74,8 +74,8 @@ class Prompt(TypedDict):
 def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Prompt]:
     """Return a Prompt for every document of these shards, in order: its ids, its decoded text, and its right answer.
 
-    The answer is "" where none is known. Reads chat_template.jinja in the shards' directory, to cut off in `asked` what
-    the template writes behind a question.
+    The answer is "" where none is known. Reads chat_template.jinja in the shards' directory, which must exist, to cut
+    off in `asked` what the template writes behind a question.
     """
     turn = [{"role": "user", "content": "?"}]
     template = (shards.directory / "chat_template.jinja").read_text(encoding="utf-8")
@@ -163,10 +163,11 @@ class Mismatch:
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def correct(self, rows: dict[str, torch.Tensor], log_probs: torch.Tensor) -> None:
-        """Add a micro-step's differences; with a cap, replace rows["advantages"] by weighted ones [rows, tokens].
+        """Add a micro-step's differences; with a cap, replace rows["advantages"] by weighted ones, [rows, tokens].
 
-        `log_probs` are training's, [rows, tokens]. If `rows` has old_per_token_logps (of before the rows were learnt
-        from), these are compared instead. `rows` needs sampling_per_token_logps and completion_mask.
+        They were [rows] or [rows, tokens]. `log_probs` are training's, [rows, tokens]. If `rows` has
+        old_per_token_logps (of before the rows were learnt from), these are compared instead. `rows` needs
+        sampling_per_token_logps and completion_mask.
         """
         before = rows.get("old_per_token_logps")
         apart = (log_probs if before is None else before) - rows["sampling_per_token_logps"]

@@ -103,9 +103,9 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return {"sources": self.by_source.take()}
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return batches.evaluate's losses of held-out dialogues; None when none are held out. Collective.
+        """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens}}} of held-out dialogues.
 
-        Puts the model into train mode.
+        Return None when none are held out. Puts the model into train mode. Collective.
         """
         r = self.rank
         if not r.shards.split("held_out"):

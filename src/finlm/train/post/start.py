@@ -273,7 +273,7 @@ def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor
 def _head_log_probs(
     head: torch.nn.Linear, vocab_size: int, form: kernels.Form, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return linear_log_probs() of the hidden states; takes the place of the head's forward."""
+    """Return each label's log-probability, fp32 [batch, sequence], 0 at IGNORED; takes the place of head.forward."""
     return linear_log_probs(hidden, head.weight, labels, vocab_size, form)
 
 
@@ -355,7 +355,7 @@ def score_answers_alone() -> None:
 
 
 def refer_to_text(model: Model) -> None:
-    """Patch trl to load only the text decoder as the reference model, where it would load the whole start.
+    """Patch trl, for the process, to load only the text decoder as the reference, where it would load the whole start.
 
     Does nothing if `model`, the recipe's section, starts from a model that reads nothing but text.
     """
