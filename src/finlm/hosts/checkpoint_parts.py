@@ -262,7 +262,8 @@ def list_holdings(run: RunDir, hosts: Cluster, accept_new_keys: bool = False) ->
     """Ask all hosts at once which checkpoints of the run they have, and return a Holding per host, in the same order.
 
     A host that cannot be asked gets a Holding with `failure`. The checkpoints in continued/ on this machine are added
-    to every host, since sync brings them there; one that another version of finlm wrote raises UserError.
+    to every host, since sync brings them there. Raises UserError if another version of finlm wrote a checkpoint there.
+    `accept_new_keys` stores unknown ssh host keys.
     """
     continued: dict[str, Manifest | None] = {
         f"continued/{path.name}": Manifest.read_if_readable(path) for _, path in run.continued_checkpoints()
@@ -297,7 +298,8 @@ def _parse_manifest(content: Any, where: str) -> Manifest | None:
 def check_started_here(run: RunDir, hosts: Cluster, accept_new_keys: bool = False) -> None:
     """Raise UserError when the run was started on another host, from which sync copied its directory here.
 
-    Asks all hosts in that case, to name in the error the process that runs the run or ran it last.
+    Asks all hosts in that case, to name in the error the process that runs the run or ran it last. `accept_new_keys`
+    stores unknown ssh host keys.
     """
     here, root = os.uname().nodename, run.path.absolute()
     source = receiver.read_run(root).source

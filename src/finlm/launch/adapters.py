@@ -332,8 +332,7 @@ def main() -> int:
     Every rank reserves a GPU (or a CPU) of its own in one placement group, SLOTS a host, so that no other Ray job is
     put beside it. Waits for as long as Ray cannot give them. Ray would show each worker one GPU as number 0; ranks of a
     host need to see all of the host's, with LOCAL_RANK as the index, so the reserved ones are made visible together.
-    Return 0; the exit code of the first rank that failed, after ending the others; or 1 if the first host has no free
-    port for the rendezvous. Prints the failure to stderr.
+    Return 0; the code of the first rank that failed, after ending the others; 1 without a free port. Prints a failure.
     """
     import ray
 

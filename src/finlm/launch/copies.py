@@ -37,7 +37,8 @@ def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bo
 
     The checkpoint that the ranks start from counts as new. A failed copy becomes an incident and is tried again. The
     end of the block kills a running copy; after an interruption it first gets launch.grace_seconds, and a line is
-    printed if it takes longer. Does nothing without checkpoint.copies or with all ranks here.
+    printed if it takes longer. Does nothing without checkpoint.copies or with all ranks here. `accept_new_keys` stores
+    unknown ssh host keys.
     """
     if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
         yield

@@ -98,8 +98,8 @@ def launch_ranks(
 def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> list[Session]:
     """Copy the run directory, data and start model to every other host, and return a Session per host; start no agent.
 
-    Prints each result. If rank 0 is elsewhere, also copies the events to run.lent_events, for it to read. Raises
-    UserError when two hosts are this machine, or a copy fails.
+    Prints each result. If rank 0 is elsewhere, also copies the events to run.lent_events, for it to read.
+    `accept_new_keys` stores unknown ssh host keys. Raises UserError when two hosts are this machine, or a copy fails.
     """
     with ThreadPoolExecutor(16) as pool:
         is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
@@ -130,7 +130,8 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys:
 def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new_keys: bool) -> None:
     """Start every agent and wait for its greeting; late logs of a former launch arrive now.
 
-    Raises UserError when an agent does not start, ranks of a former launch still run, or launch.master_port is taken.
+    `accept_new_keys` stores unknown ssh host keys. Raises UserError when an agent does not start, ranks of a former
+    launch still run, or launch.master_port is taken.
     """
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
