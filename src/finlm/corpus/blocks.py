@@ -54,7 +54,7 @@ _FLAGS = {
 
 @cache
 def _tables() -> tuple[Codes, Codes]:
-    """Return (flags, spelling) of the code points below 65,536; spelling is what normalise makes of it, 0 for none."""
+    """Return (flags, spelling), uint16 [65536] by code; spelling is what normalise makes of it, 0 for none. Cached."""
     every = "".join(chr(code) if not 0xD800 <= code < 0xE000 else "\0" for code in range(65536))
     kinds = np.frombuffer(normalize.shape(every), dtype=np.uint8)
     flags = sum((kinds == ord(kind)) * flag for kind, flag in (("0", DIGIT), ("s", OTHER), ("c", HAN)))
@@ -78,7 +78,10 @@ class Block:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Block:
-        """Return the block of these texts. Characters above U+FFFF become two codes, which `limits` does not count."""
+        """Return the block of these texts, without lone surrogates; UnicodeEncodeError for these.
+
+        A character above U+FFFF becomes two codes, which `limits` counts as one, so that all later limits are wrong.
+        """
         codes = np.frombuffer("".join(texts).encode("utf-16-le"), dtype="<u2")
         return cls(codes, np.cumsum([0, *map(len, texts)], dtype=np.int64))
 
@@ -97,17 +100,17 @@ class Block:
         return self.text[self.limits[number] : self.limits[number + 1]]
 
     def where(self, flags: int) -> Places:
-        """Return the places of all characters that have one of these flags, which are added up."""
+        """Return the places of all characters that have any of these flags, given as a sum: BLANK | LINE."""
         if not self._present & flags:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero((self.flags & np.uint16(flags)) != 0)
 
     def count(self, places: Places) -> Places:
-        """Return how many of the places each text has: int64 [texts]."""
+        """Return how many of these ascending places lie in each text: int64 [texts]."""
         return np.diff(np.searchsorted(places, self.limits))
 
     def text_of(self, places: Places) -> Places:
-        """Return the index of the text that each place belongs to."""
+        """Return the index of the text that each place belongs to: int64 [places]."""
         return np.searchsorted(self.limits, places, side="right") - 1
 
     def pairs(self, places: Places) -> npt.NDArray[np.uint32]:
@@ -121,7 +124,7 @@ class Block:
         return np.asarray(self.limits[at] == places)
 
     def lines(self) -> tuple[Places, Places, Places]:
-        """Return (index of its text, begin, end without newline) of each line; a line may be missing that is empty."""
+        """Return (index of its text, begin, end without newline) of each line; some empty lines are left out."""
         begins = np.sort(np.append(self.limits[:-1], self.where(LINE) + 1), kind="stable")  # merges both
         begins = begins[(np.diff(begins, append=-1) != 0) & (begins < len(self.codes))]
         ends = np.append(begins[1:], len(self.codes))
@@ -135,7 +138,7 @@ class Block:
         return Block(changed, self.limits, flags)
 
     def remove(self, places: Places) -> Block:
-        """Return a block without the characters at these places, in any order."""
+        """Return a block without the characters at these places, in any order; the block itself for no places."""
         if not len(places):
             return self
         kept = np.ones(len(self.codes), dtype=np.bool_)
@@ -145,7 +148,7 @@ class Block:
 
 
 def spell(block: Block) -> Block:
-    """Return the block with every text as normalise() gives it."""
+    """Return a block with every text in uniform newlines, spaces and widths: what normalize.normalise() returns."""
     spelling = _tables()[1]
     rare = block.where(RARE)
     if len(rare):
@@ -170,9 +173,10 @@ def spell(block: Block) -> Block:
 
 
 def compress(block: Block) -> Block:
-    """Return a spelled block as compress_repeats() leaves each text.
+    """Return the block, which spell() returned, with long runs shortened as normalize.compress_repeats() does it.
 
-    Wrong for texts with STRANGE blanks and those that begin or end with NO_BREAK, which clean.py leaves out.
+    More than three equal symbols become three, more than four blanks inside a line four, no-break spaces spaces. Wrong
+    for texts with STRANGE blanks and those that begin or end with NO_BREAK, which clean.py leaves out.
     """
     blanks = block.where(NO_BREAK)
     block = block.replace(blanks, ord(" ")) if len(blanks) else block
@@ -212,20 +216,20 @@ def find_boilerplate(block: Block) -> list[int]:
 
 @cache
 def _codes_of(letters: str) -> Codes:
-    """Return the code of each letter."""
+    """Return the code of each letter: uint16 [letters]. Cached."""
     return np.array([ord(letter) for letter in letters], dtype=np.uint16)
 
 
 @cache
 def _pairs_of(letters: str) -> npt.NDArray[np.uint32]:
-    """Return each two letters as Block.pairs() does."""
+    """Return letters 0 and 1, 2 and 3 and so on, an even number, as first code << 16 | second: uint32. Cached."""
     pairs = zip(letters[::2], letters[1::2], strict=True)
     return np.array([ord(first) << 16 | ord(second) for first, second in pairs], dtype=np.uint32)
 
 
 @cache
 def _widths() -> Codes:
-    """Return a table of what convert_widths() makes of a code point, if it changes it."""
+    """Return the code that convert_widths() may put for each code, often itself: uint16 [65536]. Cached."""
     table = np.arange(65536, dtype=np.uint16)
     for code, changed in normalize.WIDE_SIGNS.items():
         table[code] = changed
@@ -235,7 +239,10 @@ def _widths() -> Codes:
 
 
 def convert_widths(block: Block) -> Block:
-    """Return the block as convert_widths() leaves each text."""
+    """Return a block with , ; : ! ? and brackets beside Chinese in full width, and ％ ＋ and the like in ASCII.
+
+    Each text is what normalize.convert_widths() returns, which has the conditions.
+    """
     codes, flags, last = block.codes.copy(), block.flags, len(block.codes) - 1
     wide, marks = block.where(WIDE), block.where(MARK)
     widths = _widths()

@@ -75,7 +75,7 @@ def numeric_table(most: float) -> Filter:
 
 
 def _names_numbers(text: str, digits: int) -> bool:
-    """Return whether words name a table's numbers.
+    """Return whether words name the numbers of a table: a `text` with `digits` digits, which has a line.
 
     If at least half of its lines have a word, there must be a word for every 200 digits. Else one of the first three
     lines must have two words, as a table's header has.
@@ -188,12 +188,10 @@ VERSION = 6
 
 
 class Cleaner:
-    """Maps a raw text to (clean text, None) or ("", reason); pickled as its settings.
-
-    Raises UserError for a keyword list that cannot be read.
-    """
+    """Maps a raw text to (clean text, None) or ("", reason); pickled as its settings."""
 
     def __init__(self, settings: Clean) -> None:
+        """List the changes and filters of these settings. Raises UserError for a keyword list that cannot be read."""
         self.settings = settings
         self.changes = list(_changes(settings))
         self.filters = list(_filters(settings))
@@ -228,14 +226,15 @@ class Cleaner:
         return text, None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle stores: the class and the settings, from which loading builds a new Cleaner."""
         return Cleaner, (self.settings,)
 
 
 @lru_cache(1)
 def load(settings: Clean) -> Cleaner:
-    """Return the cleaner of these settings, built once per process: a keyword list is an automaton of megabytes.
+    """Return the cleaner of these settings. The last is cached: a keyword list is an automaton of megabytes.
 
-    Raises UserError as Cleaner does.
+    Raises UserError for a keyword list that cannot be read or has no words.
     """
     return Cleaner(settings)
 
@@ -243,7 +242,7 @@ def load(settings: Clean) -> Cleaner:
 def depends_on(settings: Clean) -> dict[str, object]:
     """Return what the cleaned documents depend on: the rules and the words of the keyword list, for step keys.
 
-    Raises UserError for a keyword list that cannot be read.
+    Raises UserError for a keyword list that cannot be read or has no words.
     """
     chosen = settings.model_dump(exclude={"perplexity"})
     if settings.bad_keywords is not None:
@@ -268,7 +267,7 @@ def _changes(settings: Clean) -> Iterator[tuple[str, Callable[[str], str]]]:
 def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
     """Yield (key of data.clean, filter), in order, for the filters that the settings ask for.
 
-    Raises UserError as _keywords.
+    Raises UserError for a keyword list that cannot be read or has no words.
     """
     if settings.garbled:
         yield "garbled", garbled
@@ -315,7 +314,10 @@ def _encode(text: str, reason: str | None) -> Cleaned:
 
 
 def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
-    """Return the Cleaned of each text: changes are made in all texts at once where that is simple, else in each."""
+    """Return the Cleaned of each of `texts`, which are few enough for arrays of all their characters.
+
+    Changes are made in all texts at once where that is simple; other texts go through the rules one by one.
+    """
     alone, changed = dict[int, Cleaned](), dict[int, str]()  # by the text's index
     rules, change = cleaner.rules, dict[str, Any](cleaner.changes)
     if cleaner.settings.html:
@@ -376,7 +378,10 @@ def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> 
 
 
 def _find_concerned(block: blocks.Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
-    """Yield (filter, bool [texts]: which texts it may drop) for each filter; all texts for a filter not known here."""
+    """Yield (filter's key in data.clean, bool [texts]: which it may drop) for each filter of the cleaner.
+
+    A text marked is not judged yet; all are marked for a filter that is not known here.
+    """
     settings, size = cleaner.settings, np.diff(block.limits)
     enough = size >= ENOUGH
     digits, others = block.count(block.where(blocks.DIGIT)), block.count(block.where(blocks.OTHER))

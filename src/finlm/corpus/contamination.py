@@ -139,7 +139,7 @@ class Index:
         return cls(pairs["hash"], pairs["question"], np.bincount(pairs["question"], minlength=2 * len(questions)))
 
     def save(self, path: Path) -> None:
-        """Write the index's arrays to an .npz file."""
+        """Write the index's arrays to the .npz file `path`."""
         np.savez(path, hashes=self.hashes, part=self.part, total=self.total)
 
     @classmethod
@@ -228,7 +228,7 @@ def _places(sums: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], npt.N
 def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
     """Return records (hash, question) of the distinct n-grams of each text, sorted by hash.
 
-    `question` is the index of the text.
+    `question` is the text's index. n-grams are GRAM letters and digits long, in lower case.
     """
     encoded = [text.encode() for text in texts]
     text = ngrams.characters(b"".join(encoded), np.cumsum([len(item) for item in encoded], dtype=np.int64))
@@ -265,13 +265,14 @@ def find_hits(task: ChunkTask) -> list[StoredHit]:
 
 
 def _keep_hits(task: ChunkTask) -> Arrays:
-    """Return the hits in a chunk as JSON bytes, for the cache."""
+    """Return {"hits": uint8, the chunk's StoredHits as JSON}, for the cache. Runs in a worker."""
     rows = [asdict(hit) for hit in find_hits(task)]
     return {"hits": np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)}
 
 
 @lru_cache(maxsize=1)
 def _load_index(path: Path) -> Index:
+    """Return the index in an .npz file; the last is cached in the process."""
     return Index.load(path)
 
 
@@ -287,8 +288,8 @@ def check_benchmarks(context: Context) -> None:
 def find_contaminated(context: Context, read: Documents) -> Step | None:
     """Run the step `contamination` unless cached; it writes documents.npy and samples. None without data.decontaminate.
 
-    Prints the counts. Raises UserError for benchmark files that cannot be read or changed since they were hashed,
-    NotPrepared if the step is missing and the cache may not build.
+    Prints the counts. Raises UserError for benchmark files that are missing, unreadable or changed since they were
+    hashed; NotPrepared instead if they, their hashes or the step are missing and the cache may not build.
     """
     patterns = context.data.decontaminate
     if not patterns:
@@ -296,10 +297,7 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
     paths = _find_files(context, patterns)
 
     def make(directory: Path) -> dict[str, int]:
-        """Write documents.npy and contaminated.jsonl into directory; return the counts of the manifest.
-
-        Also writes questions.npz, the index. Raises UserError when a file of questions changed after it was hashed.
-        """
+        """Write documents.npy, contaminated.jsonl and questions.npz (the index) into directory; return the counts."""
         questions = list(read_questions(paths))
         for path in paths:
             if files.sha256_file(path) != hashes[path]:
@@ -349,7 +347,7 @@ def contaminated_documents(step: Step | None) -> npt.NDArray[np.int64]:
 def _find_files(context: Context, patterns: Sequence[str]) -> list[Path]:
     """Return the files that match these patterns, each once.
 
-    Raises UserError for a pattern without files, or NotPrepared if the cache may not build.
+    A pattern without files raises UserError, or NotPrepared if the cache may not build.
     """
     paths: list[Path] = []
     for pattern in patterns:

@@ -102,7 +102,7 @@ def encode_chunk(task: Task) -> Arrays:
 
 @cache
 def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
-    """Return gigatoken's encoder if `name` is gigatoken, else the library's; loaded once per process.
+    """Return gigatoken's encoder if `name` is gigatoken, else (any other name) the library's; cached.
 
     Raises UserError if the tokenizer cannot be read.
     """
@@ -111,7 +111,7 @@ def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
 
 @cache
 def _cuts(tokenizer: Path) -> encoders.Cuts:
-    """Return the object that cuts long texts for this tokenizer (encoders.load_cutter), loaded once per process."""
+    """Return the object that cuts long texts for this tokenizer; cached. Raises UserError if it cannot be read."""
     return encoders.load_cutter(tokenizer)
 
 
@@ -153,8 +153,8 @@ def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence
 def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_bytes: int) -> list[ShardEntry]:
     """Encode all chunks and write the shards below `directory`; return their manifest entries, by split and source.
 
-    `text_bytes` is the size of all texts, for the progress bar. Raises Disagreement, and then leaves an unfinished
-    directory.
+    `text_bytes` is the size of all texts, for the progress bar. Raises Disagreement when gigatoken's ids are wrong; the
+    shards are then unfinished.
     """
     for split in SPLITS:
         (directory / split).mkdir()
@@ -183,6 +183,7 @@ class _Stream:
     """The shards of one source and split, written as documents come."""
 
     def __init__(self, directory: Path, split: Split, source: str, shard_tokens: int) -> None:
+        """Keep where to write, and the most tokens of a shard; open no file yet."""
         self.directory = directory
         self.split = split
         self.source = source
@@ -191,10 +192,7 @@ class _Stream:
         self._shard: _Shard | None = None
 
     def add(self, encoded: Encoded) -> None:
-        """Append documents; a document that does not fit opens a new shard.
-
-        A document longer than a shard gets a shard alone.
-        """
+        """Append documents; one that does not fit opens a new shard, which a longer one has to itself."""
         ends = np.cumsum(encoded.lengths)
         for first, last in self._cuts(ends):
             if self._shard is None:
@@ -391,6 +389,7 @@ def _encode_documents(
     """
 
     def write(encoder: str) -> list[ShardEntry]:
+        """Write the shards with this encoder; return their entries."""
         chosen = [replace(task, encoder=encoder) for task in tasks]
         return write_shards(context, directory, chosen, text_bytes)
 

@@ -190,7 +190,7 @@ def _list_runs(keys: npt.NDArray[np.uint64], numbers: Ids, states: States) -> tu
 
 
 def _compare(task: Pairs) -> Arrays:
-    """Return {same}: bool [pairs], whether the right document repeats the left one. Runs in a worker."""
+    """Return {"same": bool [pairs], whether the right document repeats the left one}. Runs in a worker."""
     return {"same": load_verifier(task.search)(task.left, task.right)}
 
 
@@ -208,7 +208,10 @@ _KEPT_FACTS = 20_000  # documents: about 40 MB
 
 @lru_cache(maxsize=1)
 def load_verifier(search: Search) -> Verifier:
-    """Return the Verifier of a search, the same for all its tasks in this process."""
+    """Return the Verifier of a search, with its caches; the last is kept in the process for all tasks of the search.
+
+    Reads the catalog in the search's directory; raises FileNotFoundError without it.
+    """
     return Verifier(ngrams.Catalog.read(search.directory), search.threshold, by_facts=not search.is_leak)
 
 
@@ -338,10 +341,10 @@ VERSION = 3
 def count_leak(
     context: Context, directory: Path, read: documents.Documents, decision: selection.Decisions
 ) -> dict[str, int]:
-    """Return how many training documents are as similar to a held-out one as the threshold, whatever their facts.
+    """Count the training documents at least as similar to a held-out one as dedup.threshold, whatever their facts.
 
-    Returns {"documents": such training documents, "held_out": the distinct held-out documents that they match}. Writes
-    temporary files into `directory`.
+    Returns {"documents": how many such, "held_out": how many held-out documents they match}. Searches as write_likes()
+    does, with temporary files in `directory`.
     """
     write_likes(context, directory, read.chunks, first_states(decision), is_leak=True)
     like = np.load(directory / "like.npy")
@@ -370,7 +373,9 @@ def write_likes(
 ) -> int:
     """Sign all chunks, sort their keys, and write like.npy into `directory`; return the number of pairs compared.
 
-    See find_likes; `states` is changed. Writes temporary files into `directory` too, and removes them.
+    like.npy [documents] has the index of the document that each repeats, else its own (find_likes). `states`, from
+    first_states(), is changed. Writes temporary files into `directory` too, and removes them. Starts workers; the cache
+    keeps signatures and, for large searches, results. Prints how many of either are missing if some are there.
     """
     load_verifier.cache_clear()
     keys = [files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]) for chunk in chunks]
@@ -426,7 +431,7 @@ def plan_search(
 
 
 def sign_chunk(task: ChunkTask) -> Arrays:
-    """Return {signatures} of a chunk: uint16 [documents, BINS]. Runs in a worker."""
+    """Return {"signatures": uint16 [documents, BINS]} of a chunk. Runs in a worker."""
     return {"signatures": ngrams.sign_chunk(task.chunk)}
 
 

@@ -44,7 +44,7 @@ class Characters:
 def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
     """Return the code points of UTF-8 documents laid end to end, and where each document starts among them.
 
-    `ends` [documents] has the byte offset of each document's end. Raises UnicodeDecodeError.
+    `ends` [documents] has the byte offset of each document's end. Raises UnicodeDecodeError if it is not UTF-8.
     """
     codes = np.frombuffer(data.decode("utf-8").encode("utf-32-le"), dtype="<u4")
     # A byte of the form 10xxxxxx, -128 to -65, continues a character. Searching takes a tenth of summing up.
@@ -53,7 +53,7 @@ def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
 
 
 def words_only(text: Characters) -> Characters:
-    """Return only the letters and digits of the documents, in lower case; keep all characters above U+FFFF too."""
+    """Return the documents with only letters and digits, in lower case, and all characters above U+FFFF."""
     folded = np.take(_letters(), text.codes, mode="clip")  # uint16, the code points beyond as the last
     if len(text.codes) and text.codes.max() >= _BMP:
         folded = folded.astype(np.uint32)

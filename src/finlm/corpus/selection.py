@@ -78,7 +78,6 @@ class Table:
     hash: npt.NDArray[np.uint64]  # [documents, 2]
     group: npt.NDArray[np.uint64] | None = None  # of held_out_by, as in documents.SIDES; None: no field decides
     day: npt.NDArray[np.uint32] | None = None
-
     directory: Path | None = None  # of the columns' files; None: they are in memory
 
     @classmethod
@@ -111,7 +110,7 @@ class Table:
         return cls(**columns, directory=directory)
 
     def remove(self) -> None:
-        """Delete the columns' files, if there are any."""
+        """Delete all .column files in the table's directory; do nothing without one."""
         for path in self.directory.glob("*.column") if self.directory else ():
             path.unlink()
 
@@ -140,9 +139,10 @@ def settle(
 ) -> Decisions:
     """Return the decision code of each document before near-duplicates are dropped, uint8 [documents].
 
-    Documents that are still in use get TRAIN, or HELD_OUT in an input whose split is held_out. `dropped` [documents]
-    holds PERPLEXITY or CONTAMINATED for documents that other steps drop, else TRAIN. `splits` and `prompts` are those
-    of decide().
+    Documents still in use get TRAIN, or HELD_OUT in an input whose split, in `splits`, is held_out. `dropped`
+    [documents] holds PERPLEXITY or CONTAMINATED for documents that other steps drop, else TRAIN. `prompts` [documents,
+    2] are hashes of what training and held-out documents may not share; None: of the whole texts. Writes files into
+    table.directory, if set, which table.remove() deletes.
     """
     decision = np.full(len(table.source), TRAIN, dtype=np.uint8) if dropped is None else dropped.copy()
     is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)
@@ -171,8 +171,8 @@ def hold_out(
     """Return a copy of `settled` with near-duplicates dropped, and with documents of split "share" held out.
 
     `like` [documents] has the index of the document that a near-duplicate repeats, else its own index
-    (near.find_likes); None skips near-duplicates. A training document that shares its text or prompt with a held-out or
-    reserved one becomes EQUALS_HELD_OUT.
+    (near.find_likes); None skips near-duplicates. A training document that shares its text, or prompt if given, with a
+    held-out or reserved one becomes EQUALS_HELD_OUT. Writes a file into table.directory, if set, as settle() does.
     """
     decision, equal = settled.copy(), equal_texts(table.hash, table.directory)
     together, hashes = (equal, table.hash) if prompts is None else (equal_texts(prompts), prompts)
@@ -202,7 +202,7 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
 
     With held_out_by, these are documents whose field value hashes into the lowest held_out_fraction. Among the values
     in sources of split "share" that is at least one, but never all; none if there is a single value. With
-    held_out_from, these are documents of that day or later. `splits` has the split of each source.
+    held_out_from, these are documents of that day or later. `splits` has the split of each input.
     """
     if table.group is None or table.day is None:
         return None
@@ -281,6 +281,7 @@ class Selection:
     """A finished selection step."""
 
     def __init__(self, step: Step) -> None:
+        """Take the counts from the step's manifest; read no file."""
         self.path, self.key = step.path, step.key
         self.counts = Counts(step.manifest["sources"], step.manifest["total"])
         self.leak: dict[str, int] = step.manifest.get("leak", {})  # near.count_leak
@@ -429,7 +430,7 @@ def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64],
 def write_description(
     directory: Path, entries: Sequence[ShardEntry], inputs: Sequence[documents.InputRead], counts: Counts
 ) -> None:
-    """Write documents.json into a shards directory: counts by source and in all, files, lengths, reasons, values."""
+    """Write documents.json (counts, files, lengths, drop reasons, values by source) beside the shards `entries`."""
     about = {
         **asdict(counts),
         "files": [file for item in inputs for file in item.files],
