@@ -373,7 +373,7 @@ SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "q
 
 
 def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
-    """Return transformers' configuration object of the same model at small size; raise what its class raises."""
+    """Return transformers' config object of the same model, small and without dropout. Raises what its class raises."""
     known = traits.complete(config, row)
     values = dict(traits.without_dropout(config)) | {
         "hidden_size": SMALL_HIDDEN,

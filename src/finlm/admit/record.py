@@ -182,7 +182,7 @@ def _expert_bytes(config: Any, states: torch.Tensor) -> float:
 
 
 def _scales(model_type: str) -> dict[str, int]:
-    """Return {scale: 1 if the class multiplies logits by it, -1 if it divides, else 0}; run a model per key."""
+    """Return {scale: power, 1, 0 or -1, with which the class multiplies logits by it}; run a small model per scale."""
     powers: dict[str, int] = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):

@@ -81,7 +81,7 @@ def add(sentences: Mapping[str, str]) -> None:
 
 @functools.cache
 def words(language: str) -> Mapping[str, str]:
-    """Return {English: Chinese} for the report's and the board's pages; empty for English, the templates' language."""
+    """Return {English: Chinese} for the report's and the board's pages; {} for English, the templates' own. Cached."""
     return _catalogue()["pages"] if language == "zh" else {}
 
 
@@ -97,13 +97,13 @@ def translate(text: str, language: str | None = None) -> str:
 
 @functools.cache
 def _catalogue() -> dict[str, dict[str, str]]:
-    """Return the tables of zh.toml, `messages` and `pages`: {English: Chinese} each."""
+    """Return the tables of zh.toml, `messages` and `pages`: {English: Chinese} each; read once."""
     return tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
 
 
 @functools.cache
 def _patterns() -> list[_Pattern]:
-    """Return the catalogue's sentences that have holes, those with the most fixed text first."""
+    """Return the catalogue's messages that have holes, those with the most fixed text first; cached."""
     patterns = []
     for english, chinese in _catalogue()["messages"].items():
         if HOLE.search(english):
@@ -113,7 +113,7 @@ def _patterns() -> list[_Pattern]:
 
 @functools.cache
 def _sentence_pattern(english: str) -> re.Pattern[str]:
-    """Return the regular expression for a whole sentence of the catalogue, with a named group for each hole."""
+    """Return the regular expression for a whole sentence of the catalogue, with a named group for each hole; cached."""
     parts = re.split(HOLE.pattern, english)  # fixed text, name, fixed text, ...
     return re.compile(
         "".join(f"(?P<{part}>{_hole_pattern(part)})" if i % 2 else re.escape(part) for i, part in enumerate(parts))

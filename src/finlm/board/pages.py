@@ -191,7 +191,7 @@ def runs(board: Board, wanted: str) -> Page:
 
 
 def run(board: Board, name: str, lang: str) -> Page:
-    """Return the page of a run: its report as of now, in this language what diagnose finds if it failed or was killed.
+    """Return the page of a run: its report as of now; if it failed or was killed, with what diagnose finds, in `lang`.
 
     Raises Missing for an unknown run, and one of DAMAGED for files that are not finlm's.
     """

@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggest_set(words: str, given: list[str]) -> str:
-    """Return the advice to give unknown words of a command line as --set KEY=VALUE; "" if they name no known key."""
+    """Return advice about unknown words of a command line: as --set KEY=VALUE, or why to drop them; "" for none."""
     from finlm.recipe import reference  # a fifth of a second that only a mistake needs
     from finlm.recipe.schema import Recipe
 

@@ -321,7 +321,7 @@ def _order(candidate: _Candidate, several: bool) -> tuple[float, int, int]:
 
 
 def _counting(signature: Signature, matches: Matches, by_name: dict[str, Log]) -> Iterator[_Candidate]:
-    """Yield a candidate for each hit of a signature that meets the conditions of its pattern."""
+    """Yield a candidate for each hit of a signature that meets its pattern's conditions and did harm (_is_harmless)."""
     for pattern in signature.patterns:
         if any(regex not in matches for regex in pattern.all) or any(regex in matches for regex in pattern.none):
             continue

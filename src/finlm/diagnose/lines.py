@@ -66,7 +66,10 @@ _HELP = re.compile(r"^usage: |^\s+\[-")
 
 
 def clean(text: str) -> tuple[str, dict[str, str]]:
-    """Return a log line without colours and up to 5 launchers' prefixes, and {group of _PREFIX: text} of these."""
+    """Return a log line without colours and up to 5 launchers' prefixes, and {group of _PREFIX: text} of these.
+
+    A list of possible causes at the line's end is cut off too.
+    """
     text = _ANSI.sub("", text).rstrip()
     said: dict[str, str] = {}
     for _ in range(5):

@@ -299,7 +299,7 @@ class ModelShape:
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for what a recipe asks and its model's layers lack. UserError if not admitted."""
+    """Yield (dotted key, sentence) for what a recipe asks and its model's layers lack. UserError for an unfit type."""
     model, config = recipe.model, config_of(recipe.model)
     refusals.check_admitted(config)
     shape = of_config(config, 1)

@@ -76,8 +76,8 @@ def fetch_weights(recipe: Recipe) -> None:
 def _fetch(directory: str, patterns: Sequence[str]) -> None:
     """Download the files that match these patterns into `directory`, models/ORG/NAME@REVISION; print that to stderr.
 
-    Raises UserError for an impossible revision, without the package modelscope-hub, and when the download fails. Then
-    removes the directory if it is empty.
+    Raises UserError for an impossible revision, without the package modelscope-hub, and when the download fails. A
+    failed download removes the directory if it is empty.
     """
     match = _FETCHED.fullmatch(directory)
     if match is None:

@@ -278,7 +278,7 @@ def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
 
 
 def _hardware(manifest: Manifest) -> dict[str, Any]:
-    """Return what a manifest says about hosts, GPUs, drivers and CPUs."""
+    """Return {hosts, gpus, drivers, seen by doctor, cpu, cpus, python} by a manifest."""
     machine = manifest.machine
     seen = [{"torch": h.torch, "cuda": h.cuda, "nccl": h.nccl, "drivers": h.drivers} for h in manifest.hosts]
     return {

@@ -146,7 +146,10 @@ def is_number(value: Any) -> bool:
 
 
 def read_history(run: RunDir) -> History:
-    """Return the History of a run from events.jsonl, empty without events; it counts lines that are not JSON."""
+    """Return the History of a run from events.jsonl, empty without the file; counts lines that are not JSON.
+
+    Leaves out steps, evaluations, checkpoints and results that a later start or rollback takes back.
+    """
     history = History()
     by_kind = {
         "eval": history.evals,
@@ -256,10 +259,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
-    """Return a curve (not empty) as at most `width` block characters, each a mean.
-
-    `low` and `high` set their heights.
-    """
+    """Return a curve (not empty) as at most `width` blocks, each a mean; blocks reach from `low` to `high`."""
     count = min(width, len(values))
     ends = [round(number * len(values) / count) for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
@@ -287,7 +287,7 @@ class Chart:
 
 
 def charts(history: History) -> Iterator[Chart]:
-    """Yield the charts of a run; leaves out those without points."""
+    """Yield the charts of a run that have points: losses, rewards, other measures of steps, noisy ones smoothed too."""
     loss = history.points("loss")
     if loss:
         yield Chart("Training loss", _with_average("loss", loss), zero=False)

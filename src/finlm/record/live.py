@@ -44,7 +44,11 @@ class State:
     is_up: bool = False  # the ranks have said that they begin
 
     def feed(self, row: Row) -> str:
-        """Update the state by an event of events.jsonl; return a line to print about it, "" if it needs none."""
+        """Update the state by an event of events.jsonl; return a line to print about it, "" if it needs none.
+
+        A start or rollback takes back the losses after its step. They have a line, as have evaluations, incidents and
+        restarts; a start has none after the first step.
+        """
         kind, self.last_time = row["kind"], row["time"]
         step = int(row.get("step") or 0)
         if kind in ("start", "rollback"):

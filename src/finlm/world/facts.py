@@ -148,7 +148,7 @@ class Facts(dict[str, str]):
         return self._draws[use] * size >> 16
 
     def _add_words(self) -> None:
-        """Add to the phrases the causes, hopes and worries of prose, and this and the last year's credit grades."""
+        """Add to the phrases causes, hopes and worries, and the credit grades of this year and the year before."""
         industry, n = self.company.industry, self.numbers
         rising = n["rev"] >= n["rev1"]
         causes = industry.up if rising else industry.down
@@ -171,7 +171,7 @@ class Facts(dict[str, str]):
         self.update(grade=grade, band=BAND[grade], grade1=rating(n["dr1"]))
 
     def _add_events(self) -> None:
-        """Add days, amounts and phrases of events in the year after the report, so that every file quotes the same."""
+        """Add to `days`, `numbers` and the phrases the events of the year after the report, equal for every source."""
         n, days, shares, year = self.numbers, self.days, self.company.shares, self.year + 1
         days["report"] = weekday(year, 3 + self.chance(10, 2), 5 + self.chance(11, 20))
         days["forecast"] = weekday(year, 1, 8 + self.chance(12, 18))
@@ -206,7 +206,7 @@ class Facts(dict[str, str]):
         self._add_bond()
 
     def _add_plan(self) -> None:
-        """Add the sentence about the dividend to the phrases."""
+        """Add `plan`, the sentence about the dividend, to the phrases; with a dividend also `payout` to `numbers`."""
         n = self.numbers
         if not n["div"]:
             self["plan"] = f"公司{self.year}年度拟不派发现金红利，也不以公积金转增股本，未分配利润结转下一年度。"

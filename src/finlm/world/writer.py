@@ -267,7 +267,10 @@ def news(archive: Archive, dice: Dice) -> Iterator[Row]:
 
 
 def _session(facts: Facts, month: int) -> dict[str, str]:
-    """Return words about the trading day in `month` (1 to 12) that papers report on; closes keep the daily limit."""
+    """Return {name: text} about the trading day of papers in `month` (1 to 12) of the year after facts.year.
+
+    It has the day in three forms, both closes, which keep the daily limit, their change, and the turnover.
+    """
     day = weekday(facts.year + 1, month, 2 + mix(facts.company.salt, facts.year, 100 + month) % 24)
     limit = facts.company.board.limit_percent * 100
     before = max(100, facts.numbers["price"] * (85 + mix(facts.company.salt, facts.year, 120 + month) % 31) // 100)

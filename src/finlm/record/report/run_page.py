@@ -243,7 +243,7 @@ def _value(key: str, value: Any) -> str:
 
 
 def _provenance(run: RunDir, manifest: Manifest | None, history: History) -> dict[str, object]:
-    """Return what the page shows of the run's origin: commands, hashes, machine, packages; empty without a manifest."""
+    """Return the page's `commands`, `hashes`, `machine` and `packages`; without a manifest hashes are None."""
     made = manifest or Manifest()
     code, git, shards, machine = made.finlm, made.finlm.git, made.shards, made.machine
     lines = [f"cd {shlex.quote(made.directory)}"] if made.directory else []
