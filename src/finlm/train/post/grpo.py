@@ -128,12 +128,12 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             yield rollouts.Answer(prompt, self.prompts[number]["answer"], text, earned, reward, advantage)
 
     def state_for_checkpoint(self) -> State:
-        """Return Recorded's state, with the state of the watch over answers and the held-out rewards of step 0."""
+        """Return {skipped, rollouts, drawn_first}: skipped steps, the watch over answers, drawn rewards of step 0."""
         saved: State = super().state_for_checkpoint()
         return saved | {"rollouts": self.gaming.state(), "drawn_first": list(self.drawn_first.items())}
 
     def restore(self, saved: State) -> None:
-        """Restore a value of state_for_checkpoint(), {} at the first step.
+        """Restore a value of state_for_checkpoint(), {} at the first step: skipped steps, self.gaming, drawn_first.
 
         Rank 0 rewrites rollouts.jsonl up to the run's step.
         """

@@ -104,7 +104,10 @@ class ValueTrainer(GroupTrainer):
         return total
 
     def _rewards(self, count: int) -> torch.Tensor:
-        """Return the weighted sum of the reward terms of this rank's `count` answers: [answers]."""
+        """Return the weighted sum of the reward terms of this rank's last `count` answers: [answers], on the CPU.
+
+        Reads trl's logs of the last generation. A term that gave none (NaN) counts as 0.
+        """
         first = self.accelerator.process_index * count
         terms = [torch.tensor(list(self._logs["rewards"][name]))[first:][:count] for name in self.reward_func_names]
         earned: torch.Tensor = (torch.stack(terms, dim=1) * self.reward_weights).nansum(dim=1)

@@ -37,8 +37,9 @@ def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -
     """Train the run to its last step with the trainer that make(rank) returns; return the process's exit code.
 
     Every rank calls it. The code is 0 at the end, 1 after a loss or too many gradients that are not finite, 128 +
-    signal after a signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of those
-    that the run had; RuntimeError when the plan has another number of ranks. Other errors of training pass through.
+    signal after a signal. Raises UserError when the run directory, its plan, shards or start cannot be used, or when no
+    whole checkpoint is left of those that the run had; RuntimeError when the plan has another number of ranks. Other
+    errors of training pass through.
     """
     r = open_rank(run_path, recipe)
     with kernels.attention_backends(
@@ -215,7 +216,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.lr = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the event `start` and, before the first step, the held-out evaluation."""
+        """Record the event `start` and, before step 1, the held-out evaluation; begin to time the first step."""
         attention = attention_kernel(self.r.recipe, self.r.plan, self.trainer.model.config)
         self.r.events.record("start", step=state.global_step, attention=attention, **versions(self.r.plan))
         if state.global_step == 0:
@@ -328,7 +329,7 @@ def compute_shared(
 
     compute gets `size` indices a call and returns a tensor whose first dimension is `size`; the last index is repeated
     to fill calls up. Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective;
-    runs without gradients.
+    runs without gradients. Raises RuntimeError if `count` is 0.
     """
     ranks, results = r.plan.world_size, []
     for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):

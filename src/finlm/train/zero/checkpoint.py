@@ -357,7 +357,7 @@ class Checkpoints:
             self.buffers.reserve(large)
 
     def _make_room(self, step: int) -> str:
-        """Return why the disk has no room; "" if it has or this rank does not lead. First removes unscheduled ones."""
+        """Return why the disk lacks room even after removing unscheduled ones; "" if it has room, or off the leader."""
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)
@@ -412,7 +412,7 @@ class Checkpoints:
         self.events.record("in_memory", step=saving.step, **row, next_seconds=round(memory.every_seconds, 1))
 
     def _remove_superseded(self, saved: int) -> None:
-        """Start to remove checkpoints that keep_last and the like leave out, and unscheduled ones except `saved`."""
+        """Start to remove those up to `saved` that keep_last and keep_every_steps leave out, and unscheduled others."""
         extra = self._unscheduled_steps()  # later steps do not count: the run went back from there to a whole one
         steps = [step for step in self._steps_on_disk() if step <= saved and step not in extra]
         superseded = disk.steps_to_remove(steps, self.keep.keep_last, self.keep.keep_every_steps)

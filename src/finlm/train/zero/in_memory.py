@@ -287,7 +287,7 @@ def _group_ranks(leaders: Sequence[int]) -> list[list[int]]:
 def _lock(directory: Path) -> Iterator[None]:
     """Hold a directory's lock (flock) in the block: no other rank or run then makes or removes what is below it.
 
-    Waits for the lock.
+    Waits for the lock. Raises FileNotFoundError without the directory.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
