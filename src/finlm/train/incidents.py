@@ -423,7 +423,7 @@ class Twins:
         return torch.stack([each.norm(dtype=torch.float32).double() for each in gradients])
 
     def _differ(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return for each weight whether what two ranks measured differs by more than kernels may: bool [weights]."""
+        """Return for each weight whether two measures differ, bool [weights]: in a bit, or by more than kernels may."""
         if self._is_exact:
             return a != b
         larger = torch.maximum(a, b).nan_to_num(0.0, posinf=0.0)

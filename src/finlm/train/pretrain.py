@@ -248,9 +248,9 @@ class Guard:
         return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
 
     def resume(self, step: int) -> None:
-        """Restore the watch from the loaded checkpoint and jumps from events.jsonl; look at the loss scale. Collective.
+        """Restore the watch from the loaded checkpoint and jumps from events.jsonl; note the loss scale. Collective.
 
-        `step` is the number of finished steps. To be called after each load.
+        `step` is the number of finished steps. Call it once, after the checkpoints' resume().
         """
         self.jumps = Jumps(self._restore(step))
 

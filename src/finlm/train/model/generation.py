@@ -304,7 +304,7 @@ def _run_layer(layer: Any, *arguments: Any, **named: Any) -> Any:
 def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Within the block, run the decoder's layers by forward(layer, index, ...), and attend by _attend.
 
-    Restores both after the block.
+    Restores both after the block; _attend stays registered with transformers as NAME.
     """
     AttentionInterface.register(NAME, _attend)
     former = decoder.config._attn_implementation, [layer.__dict__.get("forward") for layer in decoder.layers]

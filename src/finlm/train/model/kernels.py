@@ -101,7 +101,7 @@ def attention_backends(plan: Plan) -> Iterator[None]:
     grouped = sdpa_attention.use_gqa_in_sdpa
 
     def shares(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether SDPA gets grouped keys unrepeated: flash and cuDNN take them, on Ada up to size 192."""
+        """Return whether SDPA gets grouped keys unrepeated: not under "efficient", nor above head size 192 (Ada)."""
         return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
 
     sdpa_attention.use_gqa_in_sdpa = shares
@@ -113,9 +113,10 @@ def attention_backends(plan: Plan) -> Iterator[None]:
 
 
 def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
-    """Return the kernel that torch picks within attention_backends(plan): flash, efficient, cudnn or math.
+    """Return the kernel that torch picks for attention now: flash, efficient, cudnn or math.
 
-    `config` gives the numbers and sizes of heads. `masked` tells whether attention gets a mask as a tensor.
+    To be called within attention_backends(plan). `config` gives the numbers and sizes of heads. `masked` tells whether
+    attention gets a mask as a tensor.
     """
     heads, tokens = config.num_attention_heads, 128
     size, _ = head_sizes(config)  # values are filled up to it
@@ -270,7 +271,7 @@ def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
 def _head_loss(
     head: torch.nn.Linear, vocab_size: int, by_row: bool, form: Form, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return linear_cross_entropy()'s loss, or (loss, row losses) with `by_row`. Replaces the head's forward."""
+    """Return the summed loss, fp32, or with `by_row` (that, losses of the rows [batch]). Replaces the head's forward."""
     loss, rows = linear_cross_entropy(hidden, head.weight, labels, vocab_size, form)
     return (loss, rows) if by_row else loss
 
@@ -281,7 +282,10 @@ def _run_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
 
 
 def _run_recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-    """Return _run_layer(...); the backward pass computes the layer again."""
+    """Return the output of the forward of the layer's own class; the backward pass computes the layer again.
+
+    layer.draws tells whether that needs the same random numbers.
+    """
     return _recompute(layer.draws, type(layer).forward, layer, *arguments, **named)
 
 

@@ -311,7 +311,7 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
         return torch.stack(rewards.chunk(2), dim=1)
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"reward": reward of the text whose token ids are `ids`}, without any template.
+        """Return {"reward": reward at the end of the text whose token ids are `ids`, as they are}.
 
         All ranks must call it. The caller sets eval mode and no_grad.
         """
@@ -353,8 +353,8 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 def make(r: Rank[Recipe]) -> PairTrainer:
     """Return the trainer of a rank's run, with its model loaded.
 
-    It is PreferenceTrainer for stage dpo, OddsTrainer for dpo.loss orpo, JudgeTrainer for stage reward. Raises
-    UserError if the start's weights cannot be loaded.
+    It is PreferenceTrainer for stage dpo, OddsTrainer for dpo.loss orpo, JudgeTrainer for stage reward; no other stage
+    is allowed. Raises UserError if the start's weights cannot be loaded, StopIteration without a training pair.
     """
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
