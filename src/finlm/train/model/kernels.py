@@ -101,7 +101,7 @@ def attention_backends(plan: Plan) -> Iterator[None]:
     grouped = sdpa_attention.use_gqa_in_sdpa
 
     def shares(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether SDPA gets grouped keys unrepeated: not under "efficient", nor above head size 192 (Ada)."""
+        """Return whether SDPA gets grouped keys unrepeated: as transformers, but never for "efficient" or above size 192."""
         return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
 
     sdpa_attention.use_gqa_in_sdpa = shares
@@ -271,7 +271,7 @@ def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
 def _head_loss(
     head: torch.nn.Linear, vocab_size: int, by_row: bool, form: Form, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss, fp32, or with `by_row` (that, losses of the rows [batch]). Replaces the head's forward."""
+    """Return the summed loss, fp32, or with `by_row` (that, losses of the rows [batch]). Replaces head.forward."""
     loss, rows = linear_cross_entropy(hidden, head.weight, labels, vocab_size, form)
     return (loss, rows) if by_row else loss
 

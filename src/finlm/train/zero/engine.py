@@ -331,7 +331,7 @@ def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
 
 @contextmanager
 def use_optimizer(plan: Plan) -> Iterator[None]:
-    """Within the block, make deepspeed.initialize use the plan's class of OPTIMIZERS, DeepSpeed's own if it has none."""
+    """Within the block, make deepspeed.initialize use the plan's class of OPTIMIZERS, or DeepSpeed's if it has none."""
     plain = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
     deepspeed.runtime.engine.DeepSpeedZeroOptimizer = OPTIMIZERS.get((plan.offload_optimizer, plan.compiled), plain)
     try:
