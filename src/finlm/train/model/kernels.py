@@ -101,7 +101,7 @@ def attention_backends(plan: Plan) -> Iterator[None]:
     grouped = sdpa_attention.use_gqa_in_sdpa
 
     def shares(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether SDPA gets grouped keys unrepeated: as transformers, but never for "efficient" or above size 192."""
+        """Return whether SDPA gets keys unrepeated: as transformers says, never for "efficient" or above size 192."""
         return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
 
     sdpa_attention.use_gqa_in_sdpa = shares
