@@ -348,8 +348,8 @@ def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
 def plan(board: Board, ask: Mapping[str, str]) -> Page:
     """Return the page of what `finlm plan` prints for a recipe with the form's values; plans one request at a time.
 
-    `ask` has the name under `recipe`, and what Wanted.read() reads.
-    Raises Missing for an unknown recipe, and UserError for values that cannot be used or planned.
+    `ask` has the name under `recipe`, and what Wanted.read() reads. Raises Missing for an unknown recipe, and UserError
+    for values that cannot be used or planned.
     """
     wanted = Wanted.read(board, ask.get("recipe", ""), ask)
     path = find_recipe(wanted.name)
@@ -371,8 +371,8 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 def diff(board: Board, one: str, other: str) -> Page:
     """Return the page of the differences of two recipes and of their plans; `one` and `other` are their names.
 
-    Without differences while one of them is "", not yet chosen. Waits for other requests that plan.
-    Raises Missing for an unknown recipe, and UserError for a recipe that cannot be used.
+    Without differences while one of them is "", not yet chosen. Waits for other requests that plan. Raises Missing for
+    an unknown recipe, and UserError for a recipe that cannot be used.
     """
     names = list(_recipes())
     values: dict[str, object] = {"names": names, "a": one, "b": other, "differences": None}

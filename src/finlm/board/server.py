@@ -186,7 +186,7 @@ class _Site:
         self.talk = Talk()
 
     async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Return the response to a request, or an error page if _admit refuses it.
+        """Return the response to a request, or an error page if it is not admitted (400, 401, 403 or 413).
 
         Adds the security headers to every response; stores ?lang= of the address in a cookie.
         """
@@ -203,8 +203,8 @@ class _Site:
     def _admit(self, request: Request) -> Response | None:
         """Return None for an admitted request, or the redirect that sets the token's cookie.
 
-        Raises HTTPException for a foreign Host header (400), another site's request that does not navigate (403), a bad
-        POST (as _check_post), and a missing or wrong token (401).
+        Raises HTTPException for a foreign Host header (400), another site's request that does not navigate (403), a
+        POST that is not allowed (403) or too long (413), and a missing or wrong token (401).
         """
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         if not self._is_own(host):  # a page elsewhere may have made its name point here
@@ -229,7 +229,11 @@ class _Site:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this board; if not local, IP addresses do: DNS rebinding needs a name."""
+        """Return whether the name in a Host header is this board's.
+
+        A name of LOCAL is. If the board listens elsewhere, so are any IP address, as DNS rebinding needs a name, and
+        this machine's names.
+        """
         if host in LOCAL or self.settings.host in LOCAL:
             return host in LOCAL
         try:
@@ -411,7 +415,7 @@ class Talk:
             return export.sample_text(run.export, messages[-1]["content"], tokens=64)
 
     def _open(self, path: Path) -> Talker:
-        """Return the Talker of a model directory; loads the model unless it was used last. Raises UserError."""
+        """Return the Talker of a model directory; loads the model unless it was used last. UserError if that fails."""
         from finlm.inference.chat import Talker  # loads torch
         from finlm.inference.open import open_model
 

@@ -140,7 +140,7 @@ def check_and_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]
 def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple[Plan, Consulted, list[str]]:
     """Return (plan, advice about it, warnings as sentences) of a recipe on the hosts `where`.
 
-    `price` is that of a GPU-hour; None means the recipe's. Raises what check_and_plan raises.
+    `price` is that of a GPU-hour; None means the recipe's. Raises UserError, and PlanError when nothing fits.
     """
     from finlm import prepare
     from finlm.corpus.read import sources
@@ -364,7 +364,7 @@ def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Di
 
 
 def _load_recipe_or_run(path: Path) -> Loaded:
-    """Return a loaded recipe file, or a run's recipe with the origins that the run recorded. Raises UserError."""
+    """Return a loaded recipe file, or a run's recipe with the origins that it recorded. UserError if it is unfit."""
     from finlm.base import rundir
     from finlm.recipe import recipe
 

@@ -269,7 +269,7 @@ class _Ends:
         return not self.after(candidate.hit) and (self.holds(candidate.hit) or not self.known_after(candidate))
 
     def renamed(self, candidate: _Candidate) -> bool:
-        """Return whether an exception that nothing names was handled, and one that has a name followed from it."""
+        """Return whether the exception is unknown, but one that its speaker raised while handling it is not."""
         if candidate.signature.id != "unknown" or candidate.raised is None:
             return False
         index = next(i for i, raised in enumerate(self.shown) if raised is candidate.raised)

@@ -281,7 +281,7 @@ class Run:
     """The files of a run directory whose values go into a fix; a damaged or missing one is empty."""
 
     def __init__(self, path: Path) -> None:
-        """Read recipe.yaml, plan.json, doctor.json and env/*.env of a run directory."""
+        """Read recipe.yaml, plan.json, doctor.json and env/*.env of a run directory. OSError for an unreadable .env."""
         self.recipe = _mapping(path / "recipe.yaml")
         self.plan = _mapping(path / "plan.json")
         self.doctor = _mapping(path / "doctor.json")

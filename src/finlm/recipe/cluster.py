@@ -71,9 +71,9 @@ class Cluster:
         return sum(host.slots for host in self.hosts)
 
     def replace(self, lost: str, spare: Host, *, for_good: bool) -> Cluster:
-        """Return the cluster with `spare` in the place of `lost`, a host's name.
+        """Return the cluster with `spare` in the place of the host named `lost`.
 
-        Unless gone `for_good`, that becomes a spare.
+        Unless `for_good`, the lost host becomes a spare.
         """
         hosts = tuple(spare if host.name == lost else host for host in self.hosts)
         gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)

@@ -98,7 +98,7 @@ def is_recipe(init_from: str | None) -> bool:
 
 
 def is_directory(init_from: str) -> bool:
-    """Return whether model.init_from names a directory, which need not exist, rather than a model of the Hub."""
+    """Return whether model.init_from names a directory, by its form or as it or its parent exists, not a Hub model."""
     path = Path(init_from)
     beside = path.parent != Path() and path.parent.is_dir()
     return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))

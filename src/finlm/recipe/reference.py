@@ -294,7 +294,8 @@ def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
 def _known_part(location: Location, kind: str) -> Location:
     """Return pydantic's location up to the last known key, without union members.
 
-    For `kind` extra_forbidden, pydantic's type of the error, the unknown key stays; so does all below a mapping's key.
+    `kind` is pydantic's type of the error: for extra_forbidden the unknown key stays. So does all in a mapping of
+    names.
     """
     model: type[Section] | None = Recipe
     for index, part in enumerate(location):

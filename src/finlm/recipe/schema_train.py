@@ -319,9 +319,9 @@ class Term(Section):
 
 
 def terms_of(value: Any) -> Any:
-    """Return reward terms as a list of mappings; a word is a rule (choice: option), else a model's directory.
+    """Return reward terms as a list of mappings; values of other types than text, mapping and list unchanged.
 
-    Values of other types are returned unchanged.
+    A text is the name of a rule (`choice` that of the rule `option`), else the path of a reward model.
     """
     values = [value] if isinstance(value, (str, dict)) else value
     if not isinstance(values, (list, tuple)):

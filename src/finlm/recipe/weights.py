@@ -294,7 +294,7 @@ def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[
 
 
 def _text_tensors(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return the text decoder's tensors by the names that they have alone; all as they are in a model of text."""
+    """Return {name: shape} of the text decoder's tensors, as it alone names them; for a model of text a plain copy."""
     named = {name: name for name in shapes}
     for old, new in config_json.TEXT_NAMES.items():
         named = {name: re.sub(old, new, text) for name, text in named.items()}

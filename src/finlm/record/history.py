@@ -209,7 +209,7 @@ def read_history(run: RunDir) -> History:
 
 
 def _rows(run: RunDir, history: History) -> Iterator[Row]:
-    """Yield the objects in events.jsonl, decoded in blocks of 1000 lines; count others in history.unreadable."""
+    """Yield the JSON objects in events.jsonl; add the number of lines that are not JSON to history.unreadable."""
     if not run.events.exists():
         return
     with run.events.open(encoding="utf-8", errors="replace") as file:

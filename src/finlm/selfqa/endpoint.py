@@ -143,7 +143,7 @@ def answer_reason(passage: str, question: str, answer: str, finish: str | None, 
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """Yield every number of a text but a line's numbering, without commas and zeros: 1,234.50 is 1234.5."""
+    """Yield every number of a text but a line's numbering, without commas and needless zeros: 1,234.50 is 1234.5."""
     flat = unicodedata.normalize("NFKC", text)
     flat = re.sub(r"(?m)^\s*\(?\d{1,2}[.、)](?!\d)", "", flat)
     for number in _NUMBER.findall(flat):

@@ -82,7 +82,7 @@ def among(right: str, all_names: Iterable[str]) -> Drafter:
     names = list(dict.fromkeys(all_names))
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the filled choice, and all names in random order."""
+        """Return (the filled choice, all names in random order)."""
         return right.format_map(facts), dice.shuffle(names)
 
     return draft
@@ -95,7 +95,7 @@ def against_others(field: str, attribute: str) -> Drafter:
     """
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the company's value, and those of other companies."""
+        """Return (the company's value, those of other companies)."""
         companies = [*archive.peers(facts.company), *(dice.pick(archive.world.companies) for _ in range(4))]
         return facts[field], dice.shuffle([getattr(company, attribute) for company in companies])
 
@@ -111,7 +111,7 @@ def office(field: str, attribute: str, rival: str) -> Drafter:
     others = against_others(field, attribute)
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the holder's name, and the rival's and those of others."""
+        """Return (the holder's name, the rival's and those of others)."""
         right, wrong = others(facts, dice, archive)
         return right, [facts[rival], *wrong]
 
@@ -140,7 +140,7 @@ def amounts(right: str, *formulas: str) -> Drafter:
     slips = [total(formula) for formula in formulas]
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the right amount, and the wrong ones."""
+        """Return (the right amount, wrong ones)."""
         value = facts.numbers[right]
         near = [value + step * (abs(value) // 50 + 7) for step in dice.shuffle(_STEPS)]
         return format_wan(value), [format_wan(amount) for amount in [*(slip(facts.numbers) for slip in slips), *near]]
@@ -157,7 +157,7 @@ def ratios(right: str, *formulas: str) -> Drafter:
     slips = [tuple(map(total, formula.split("/"))) for formula in formulas]
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the right ratio, and the wrong ones."""
+        """Return (the right ratio, wrong ones)."""
         n = facts.numbers
         near = [decimal(n[right] + 97 * step) + "%" for step in dice.shuffle(_STEPS)]
         return decimal(n[right]) + "%", [percent(part(n), whole(n)) for part, whole in slips] + near
@@ -220,7 +220,7 @@ def year_of(field: str) -> Drafter:
     """Return a function that drafts (right choice, wrong ones): the year in `field`, years up to five apart."""
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the year, and years up to five before and after."""
+        """Return (the year, years up to five before and after)."""
         return f"{facts[field]}年", [f"{int(facts[field]) + step}年" for step in dice.shuffle(_STEPS)]
 
     return draft
