@@ -106,7 +106,8 @@ def symbols(most: float) -> Filter:
 def language(least: float) -> Filter:
     """Return a filter that drops texts with less than the share `least` of Chinese among their letters.
 
-    Other letters count only in words of three or more, and only if there are 50 of them: formulas and tables pass.
+    Other letters count only in words of three or more, and only if there are 50 of them: formulas and tables pass. So
+    do texts of fewer than 50 characters.
     """
 
     def check(text: str) -> str | None:

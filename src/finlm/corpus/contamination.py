@@ -96,7 +96,7 @@ def read_csv(path: Path, columns: Sequence[str], fix: str) -> Iterator[tuple[int
 
 
 def question(file: str, line: int, row: dict[str, str]) -> Question:
-    """Return the Question of a row's columns: question, and options a to f where it has them."""
+    """Return the Question of a row, {lower-case column: value}: its question, "" if missing, and its options a to f."""
     options = " ".join(f"{name} {_normalise_question(row[name])}" for name in _OPTIONS if row.get(name))
     return Question(file, line, _normalise_question(row.get("question", "")), options)
 

@@ -177,8 +177,8 @@ def write(
 ) -> Documents:
     """Parse and clean all rows; write chunks to the cache `keep`, and broken.jsonl and dropped.jsonl to `directory`.
 
-    Reuses chunks in the cache. Raises UserError if a source has no row, or its broken rows exceed the share
-    `max_broken_fraction`; these are then also in keep/broken-<source>.jsonl.
+    Reuses chunks in the cache; starts workers of `engine` for the others. Raises UserError if a source has no row, or
+    broken rows beyond the share `max_broken_fraction`, which are then also in keep/broken-<source>.jsonl.
     """
     parsing.check_first_rows(inputs, max_broken_fraction)
     tallies = [_Tally(item) for item in inputs]

@@ -137,7 +137,7 @@ def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], len
 
 
 def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence[bytes], task: Task) -> Encoded:
-    """Return the documents end to end as [<s>] ids </s>, in the task's dtype, with lengths in tokens and bytes."""
+    """Return the documents end to end as <s> (if task.special has it), ids, </s>, with lengths in tokens and bytes."""
     bos, eos = task.special
     lengths = lengths + 1 + (bos is not None)
     ends = np.cumsum(lengths)
@@ -342,8 +342,7 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
 def _choose_special_ids(context: Context, tokenizer: Step, model: Path) -> tuple[bool, int, int]:
     """Return (whether documents begin with a token, its id or -1, the id of the token that ends them).
 
-    Raises UserError for a token that the tokenizer does not have: <s> of tokenizer.add_bos, document_begin or
-    document_end.
+    Raises UserError if the tokenizer lacks document_begin or document_end, or a tokenizer.model <s> with add_bos.
     """
     begin, end = vocabulary.special_ids(context, model)
     made, asked = tokenizer.manifest, context.recipe.tokenizer.add_bos
@@ -382,10 +381,10 @@ def needed_bytes(measured: Sequence[tuple[int, int]], total: Mapping[str, int], 
 def _encode_documents(
     context: Context, directory: Path, tasks: Sequence[Task], model: Path, text_bytes: int
 ) -> tuple[str, list[ShardEntry]]:
-    """Write the shards with gigatoken; if its ids differ, write them again with the tokenizer's library.
+    """Write the shards, with gigatoken unless _choose_encoder() refuses it; if its ids differ, again with the library.
 
-    Returns (name of the encoder that wrote the shards, their entries). Prints a notice when it starts again. Raises
-    UserError if data.encoder is gigatoken and its ids differ.
+    Returns (name of the encoder that wrote the shards, their entries). Before it starts again, prints a notice and
+    removes what was written. Raises UserError if data.encoder is gigatoken and its ids differ.
     """
 
     def write(encoder: str) -> list[ShardEntry]:

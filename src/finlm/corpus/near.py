@@ -85,7 +85,7 @@ RunTasks = Callable[[str, Callable[[Any], Arrays], Sequence[Any]], Iterator[Arra
 
 
 def first_states(decision: selection.Decisions) -> States:
-    """Return the states to begin with: documents in use take part and are open, held-out ones come first."""
+    """Return the first states, uint8 [documents]: documents in use take part and are open, held-out ones come first."""
     states = np.where(decision <= selection.HELD_OUT, np.uint8(TAKES_PART | IS_OPEN), np.uint8(0))
     states[decision == selection.HELD_OUT] |= COMES_FIRST
     return states
@@ -144,7 +144,7 @@ def _find_orphans(like: Labels) -> tuple[Ids, Ids]:
 def _find_repeats(task: Range) -> Arrays:
     """Return {repeats, like, compared} of a range: documents to drop, what each repeats, and how many pairs that took.
 
-    Reads the keys, the states and the texts. Runs in a worker.
+    Compares the documents of a key with 32 leaders at most. Reads keys, states and texts. Runs in a worker.
     """
     keys, numbers = task.search.keys.read(task.band, task.part)
     states = np.load(task.states, mmap_mode="r")[numbers]
@@ -373,9 +373,10 @@ def write_likes(
 ) -> int:
     """Sign all chunks, sort their keys, and write like.npy into `directory`; return the number of pairs compared.
 
-    like.npy [documents] has the index of the document that each repeats, else its own (find_likes). `states`, from
-    first_states(), is changed. Writes temporary files into `directory` too, and removes them. Starts workers; the cache
-    keeps signatures and, for large searches, results. Prints how many of either are missing if some are there.
+    like.npy [documents] has the index of the document that each repeats (with is_leak: of the held-out document that a
+    training document resembles), else its own. `states`, from first_states(), is changed. Writes temporary files into
+    `directory` too, and removes them. Starts workers; the cache keeps signatures and, for large searches, results.
+    Prints how many of either are missing if some are there.
     """
     load_verifier.cache_clear()
     keys = [files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]) for chunk in chunks]
@@ -413,7 +414,7 @@ def plan_search(
 ) -> tuple[Search, list[Group]]:
     """Return the search for near-duplicates of these chunks, and the groups to sort before (sort_group).
 
-    `signed` has the kept signatures of each chunk; the search's files will lie in `directory`.
+    `signed` has the kept signatures of each chunk; the search's files will lie in `directory`. Writes nothing.
     """
     limits, first = [0], 0
     for number, chunk in enumerate(chunks, 1):

@@ -40,7 +40,7 @@ _BLANK_LINES = re.compile("\n{3,}")
 
 
 def normalise(text: str) -> str:
-    """Return the text with uniform newlines, spaces and widths (see the module); "" if nothing visible is left."""
+    """Return the text with uniform newlines, spaces and widths, without invisible characters; "" if nothing is left."""
     text = text.replace("\u3000", " ")  # common, and ten times as fast as the search
     if _ANY.search(text):  # one pass that most documents end with
         text = _INVISIBLES.sub("", text)

@@ -250,7 +250,7 @@ def measure_perplexity(context: Context, read: Documents) -> Step | None:
 def limit(settings: Clean, step: Step) -> float:
     """Return the ln perplexity above which a document is dropped.
 
-    It is that of max_perplexity, or if this is auto, mean + sigmas * deviation of the clean set.
+    It is ln max_perplexity, or if that is auto, mean + sigmas * deviation of the clean set.
     """
     assert settings.perplexity is not None  # else there is no step
     if settings.perplexity.max_perplexity != "auto":

@@ -122,7 +122,7 @@ class Table:
 def decide(
     table: Table, splits: Sequence[str], settings: Data, prompts: npt.NDArray[np.uint64] | None = None
 ) -> Decisions:
-    """Return a decision code (TRAIN, HELD_OUT, ...) per document, without near-duplicates and the other filters.
+    """Return a decision code (TRAIN, HELD_OUT, ...) per document by length, equal texts and the held-out share alone.
 
     `splits` has the split of each input. `prompts` [documents, 2] are hashes of the part that training and held-out
     documents may not share; None means the whole text.
@@ -397,7 +397,7 @@ def _hashes_of(
 
 
 def _limit(settings: Data) -> np.uint64:
-    """Return the highest hash of the share held_out_fraction of all hashes."""
+    """Return the highest hash of the lowest held_out_fraction of all 64-bit hashes."""
     return np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
 
 

@@ -105,7 +105,8 @@ def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
 def make_synthetic(context: Context, settings: Synthetic) -> Step:
     """Run the step `synthetic` unless cached; it writes the embedded corpus: documents, dialogues, pairs or questions.
 
-    Prints its size and seed. Raises NotPrepared if the step is missing and the cache may not build.
+    The recipe's stage and `settings` (dialogues, about) say which. Prints its size and seed. Raises NotPrepared if the
+    step is missing and the cache may not build.
     """
     kind = "dialogues" if settings.dialogues else "documents"
     if context.recipe.stage in parents.PREFERENCE:

@@ -332,8 +332,8 @@ def _append(
 ) -> None:
     """Append a dialogue's pieces to the block's result.
 
-    `hashes` has 16 bytes of the whole dialogue and 16 of its prompt. `prompt` has the tokens of a preference's prompt.
-    `text_bytes` is the size of its text, shared out over the pieces.
+    `hashes` has 16 bytes of all of it, and 16 of what training and held-out dialogues may not share: all but blanks, or
+    a preference's prompt, whose tokens are `prompt`. `text_bytes` is the size of its text, divided among the pieces.
     """
     number = len(result.hashes) // 32
     for piece in pieces:

@@ -183,7 +183,7 @@ class Encoder:
         counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
 
     def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
-        """Return (ids, mask) with prompt and answer each between <s> and </s>; only the answer and these are learnt.
+        """Return (ids, mask) with prompt and answer each between <s> and </s>; the answer with its two is learnt.
 
         `spans` has the answer's place in `text`. Raises Refused for several turns.
         """

@@ -104,7 +104,10 @@ class DialogueRows(PackedRows):
         self.padding = padding
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows count; reads their masks, and with padding their tokens."""
+        """Return how many labels of these rows are not -100, with `padding` those that are it too.
+
+        Reads the masks, and with `padding` the tokens.
+        """
         if self.padding is not None:
             return int((self.read(rows)[1] != IGNORED).sum())
         return int(self._learnt_mask(self._batch(rows)).sum())

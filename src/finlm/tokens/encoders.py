@@ -184,7 +184,7 @@ def is_json(model: Path) -> bool:
 def reference(model: Path) -> Sentencepiece | Tokenizers:
     """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json.
 
-    Raises UserError if unreadable.
+    Raises UserError if the file cannot be read.
     """
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
