@@ -104,7 +104,7 @@ class DialogueRows(PackedRows):
         self.padding = padding
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows are not -100, with `padding` those that are it too.
+        """Return how many labels of these rows are not -100; with `padding`, labels of that id included.
 
         Reads the masks, and with `padding` the tokens.
         """

@@ -332,7 +332,7 @@ class Mixture:
     """An endless order of row ids; past the run's end the last part is repeated with other rows."""
 
     def __init__(self, ranges: Mapping[str, range], parts: Sequence[Part], seed: int) -> None:
-        """Keep what parts() returned; make by `seed` the order of each source's rows and of the sources in each part."""
+        """Keep what parts() returned; make from `seed` the order of each source's rows and of the sources in a part."""
         self.parts = list(parts)
         self._first = np.array([rows.start for rows in ranges.values()], dtype=np.int64)
         self._orders = [
