@@ -84,7 +84,10 @@ def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of a line of JSON, also with NaN or lone surrogates; ValueError, RecursionError if too deep."""
+    """Return the value of a line of JSON, also with NaN or lone surrogates.
+
+    Raises ValueError if it is not JSON in UTF-8, RecursionError if it is nested too deeply.
+    """
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -295,8 +298,8 @@ def check_broken_rows(
 ) -> None:
     """Raise UserError for the first source with a larger share of broken rows than `allowed`; copy them into `keep`.
 
-    `directory` holds the broken.jsonl of these inputs; the copy is broken-<source>.jsonl, removed for sources that
-    pass. `formats` lists the accepted rows for the message, if a row needs more than a text.
+    `directory` holds the broken.jsonl of these inputs. The copy is broken-<source>.jsonl, 10,000 rows at most, removed
+    for sources that pass. `formats` lists accepted rows for the message, if a text is not enough.
     """
     for item in inputs:
         kept = keep / f"broken-{item.source}.jsonl"

@@ -116,8 +116,9 @@ def compression(path: File, start: bytes) -> str:
 def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256: str = "") -> Iterator[bytes]:
     """Yield the decompressed file as UTF-8, read in parts of at most `most` bytes; advance(n) hears of n bytes read.
 
-    Raises Cut after the last good piece if the file is cut short or damaged. Raises UserError at the end when the file
-    does not have the hash `sha256` ("" skips this check), and for an archive that is not read.
+    The encoding "auto" is UTF-16 if the file has its mark, else UTF-8, which is not checked. Raises Cut after the last
+    good piece if the file is cut short or damaged. Raises UserError at the end when the file does not have the hash
+    `sha256` ("" skips this check), and at once for an archive that is not read.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) if isinstance(path, Path) else path.open("rb") as file:
