@@ -84,10 +84,7 @@ def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of a line of JSON, also with NaN or lone surrogates.
-
-    Raises ValueError if it is not JSON in UTF-8, RecursionError if it is nested too deeply.
-    """
+    """Return the value of a line of JSON, NaN and lone surrogates too. ValueError if not JSON, RecursionError if deep."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
