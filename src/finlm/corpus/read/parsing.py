@@ -84,7 +84,7 @@ def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of a line of JSON, NaN and lone surrogates too. ValueError if not JSON, RecursionError if deep."""
+    """Return the value of a JSON line, NaN and lone surrogates too. ValueError if not JSON, RecursionError if deep."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
