@@ -268,7 +268,7 @@ def decide(wanted: Recipe, hosts: Cluster, shards: Shards | None) -> tuple[Plan,
 def find_unfinished(t: Training) -> None:
     """Set t.resumed to the unfinished run of the same command, if any, and t.plan to its plan; do nothing under --new.
 
-    If that run is trained, also sets t.hosts to its hosts. Raises UserError when another process or host runs it.
+    If that run is trained, also sets t.hosts to its hosts. Raises UserError if it runs, or another host started it.
     """
     if t.new:
         return
@@ -282,7 +282,7 @@ def find_unfinished(t: Training) -> None:
 
 
 def check_labels(t: Training) -> None:
-    """Check the labels of dialogues unless the run is trained; print the findings and add them to t.findings."""
+    """Check dialogues' labels, print the findings and add them to t.findings; nothing when pretraining or trained."""
     if t.recipe.stage != "pretrain" and not t.is_trained:
         findings = lint.check(t.recipe, t.shards)
         lint.print_findings(findings, t.shards)

@@ -136,7 +136,8 @@ def gather(
     """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
     `plan` decides whether torch is probed, `runs` is the directory of runs, whose disk is measured, and `trees` are
-    files to fingerprint on the hosts. `accept_new_keys` stores host keys that ssh does not know. Several hosts also
+    files to fingerprint on the hosts. Disks for NVMe offload and checkpoints in memory are measured if the recipe has
+    them. `accept_new_keys` stores host keys that ssh does not know. Several hosts also
     call each other at launch.master_port, or a random port; a single host only tries a fixed port.
     """
     names = [host.name for host in cluster.hosts]
@@ -234,8 +235,8 @@ def _ask_host(recipe: Recipe, host: Host, programs: Programs, is_here: bool, acc
     """Run the programs on a host, here as a child process, and return its facts; a UserError is kept as `failed`.
 
     The times of asking and answering bound the difference of its clock. `is_here` says that the host is this machine:
-    this process is then left out of the processes on its GPUs. Raises pydantic's ValidationError for facts of a wrong
-    type.
+    this process is then left out of the processes on its GPUs. `accept_new_keys` stores unknown ssh host keys. Raises
+    pydantic's ValidationError for facts of a wrong type.
     """
     python = ssh.python_on_host(host.access)
     request = {"env": {**recipe.env, **host.access.env}, "seconds": PROGRAM_SECONDS, "programs": programs}

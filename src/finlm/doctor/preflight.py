@@ -115,7 +115,10 @@ def _explain_unreached(name: str, facts: HostFacts | None) -> Fault:
 
 
 def this_machine(plan: Plan) -> Cluster:
-    """Return a cluster of this machine alone, with the plan's slots and GPU kind for it, else for its first host."""
+    """Return a cluster of this machine alone, with the slots and GPU kind that the plan gives it.
+
+    If the plan does not name this machine, it is localhost with those of the plan's first host.
+    """
     planned = next((host for host in plan.hosts if is_local(host.name)), plan.hosts[0])
     return Cluster((Host(planned.name if is_local(planned.name) else "localhost", planned.slots, planned.gpu),))
 
@@ -270,7 +273,7 @@ def check_links(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -
 
 
 def _check_port(recipe: Recipe, host: Host, cluster: Cluster, links: Links) -> Iterator[Fault]:
-    """Yield an error if the first host cannot listen on launch.master_port; `auto` always finds a free port."""
+    """Yield an error if `host` is the first host and cannot listen on a launch.master_port that is not `auto`."""
     port = links.port
     if port and not port.free and host == cluster.hosts[0] and recipe.launch.master_port != "auto":
         number = port.port

@@ -182,7 +182,8 @@ def parse_speeds(output: str) -> Speeds:
 def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
     """Return a fault for each dead (error) or slow (warning) link, on whichever of its two hosts has more such links.
 
-    A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts, a usual link slower than
+    Slow is below 0.5 of a usual link (CPU ranks: 0.3; on a single host never). A failed group of more than two ranks
+    counts only when no pair is dead, as a fault of the first host. Between GPU hosts, a usual link slower than
     half of hardware.network_gbit is a warning.
     """
     pairs: dict[Ranks, float] = {

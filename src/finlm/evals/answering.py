@@ -241,7 +241,7 @@ def _first_counted(prompt: Prompt) -> int:
 
 
 def _rows(answer_ids: tuple[tuple[int, ...], ...], first_counted: int, shared: int) -> list[Row]:
-    """Return a question's rows less the first `shared` tokens: one if each letter is one token, else one per letter."""
+    """Return a question's rows less the first `shared` tokens: one if each answer is one token, else one each."""
     if all(len(ids) == first_counted + 1 for ids in answer_ids):
         last = first_counted - shared - 1
         return [Row(answer_ids[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(answer_ids)))]
@@ -288,7 +288,7 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
 
 
 def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
-    """Run the rows as a batch behind a copy of `prefix`; return what each adds to its four log-likelihoods, in nats."""
+    """Run the rows behind a copy of `prefix`; return the nats each adds to its four sums. Needs inference_mode()."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
     places = sorted({at for row in rows for at, _, _ in row.targets})

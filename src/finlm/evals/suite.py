@@ -97,7 +97,7 @@ class Result:
 
 
 def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
-    """Return {index of a question: largest share of its 6-grams in one document} for questions in the training text.
+    """Return {index of a question: largest share of its 6-grams in one training document} for shares from 65 % on.
 
     `training` is a run or a directory of shards. Shows the progress. Raises UserError if its tokenizer cannot be
     opened.

@@ -205,7 +205,7 @@ def score_answer(question: Question, answer: str) -> float:
 
 
 def is_right_label(subtask: str, right: str, answer: str) -> bool:
-    """Return whether an answer gives the right label of the sub-task: it alone, or within its words."""
+    """Return whether an answer has the right label: alone in quotes, or in words without comma; 2 sub-tasks differ."""
     if subtask == "ESG情感分类":  # 正, 中 or 负 anywhere
         return right[0] in answer or (right, answer) in (("负向", "Negative"), ("正向", "Positive"))
     if subtask == "合规政策审核":

@@ -134,7 +134,8 @@ def command(
 ) -> list[str]:
     """Return the local ssh command line that runs argv on the host, every argument quoted.
 
-    `accept_new_keys` and `alive_count` are those of options(). Raises UserError if `host` is not a host name.
+    `accept_new_keys` stores unknown host keys. A host that is silent for alive_count * 5 s is given up. Raises
+    UserError if `host` is not a host name.
     """
     settings = options(accept_new_keys, alive_count=alive_count)
     return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]

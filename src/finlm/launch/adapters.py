@@ -289,8 +289,8 @@ ADAPTERS: dict[str, Callable[[Job], LaunchFiles]] = {
 def write_files(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
     """Write the files of the launcher `name`, a key of ADAPTERS, to <run>/launch, and return the commands to type.
 
-    Makes <run>/logs and replaces files of the same names. Raises UserError when the launcher cannot express these
-    hosts, such as hosts with different numbers of ranks.
+    The commands have the directory's path in place of `{here}`. Makes <run>/logs and replaces files of the same
+    names. Raises UserError when the launcher cannot express these hosts, such as hosts with different numbers of ranks.
     """
     made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
     directory = run.path / "launch"

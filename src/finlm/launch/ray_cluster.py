@@ -158,8 +158,9 @@ class _Node:
         return said
 
     def greet(self) -> dict[str, Any]:
-        """Wait up to 60 s for the host's facts and return them: the dict of ray_node.describe_host().
+        """Wait up to 60 s for the host's facts and return them: {ray, python, workers, from, at}.
 
+        They are two versions, how many workers fit, and the addresses of the ssh connection's ends, "" without ssh.
         Raises UserError when the host does not answer, or its Ray is missing or another version than here.
         """
         hello = self._wait_message(_HELLO_SECONDS, "answer")

@@ -174,7 +174,8 @@ class Restarts:
     def _wait(self, problem: str, host: str) -> None:
         """Print the problem, record the restart (record_restart), and sleep: twice as long each time, at most 600 s.
 
-        The first time it sleeps launch.restart_wait_seconds; a new checkpoint makes the next time the first again.
+        The first wait, and the first after a new checkpoint, is launch.restart_wait_seconds. `host` is the host to
+        blame, or "".
         """
         launch, count = self.recipe.launch, count_in_a_row(self.failures)
         seconds = min(LONGEST_WAIT_SECONDS, launch.restart_wait_seconds * 2 ** (count - 1))

@@ -217,8 +217,9 @@ def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
 def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
     """Add the cause that the logs show to the failure's `cause` and `fix`, if any, and return the same failure.
 
-    `former` is the number of lines of each log before this launch, which do not count. A failure that is certain stays
-    as it is.
+    `former` is the number of lines of each log before this launch, which do not count. Only fatal findings count; a
+    guess is added to `fix` and makes `cause` "unknown". A failure that is certain stays as it is. If the logs cannot be
+    read, only says so in `fix`.
     """
     if failure.is_certain:
         return failure
@@ -269,9 +270,10 @@ class Following:
 def follow(f: Following, seen: int) -> None:
     """Show new events until the run is over, and watch its ranks. `seen` is the size of events.jsonl to skip, in bytes.
 
-    Also sends the agents pings and passes signals on. Raises RunFailed when a rank or host fails or nothing is finished
-    for too long, and records that as an incident; or when the run ended itself. After an interruption raises
-    SystemExit, or HostsBack if absent hosts answer again.
+    Returns once the run has finished and its processes have ended, or 60 s after it finished. Also sends the agents
+    pings and passes signals on. Raises RunFailed when a rank or host fails or nothing is finished for too long, and
+    records that as an incident; or when the run ended itself. After an interruption raises SystemExit, or HostsBack if
+    absent hosts answer again.
     """
     run, sessions, limits = f.run, f.sessions, f.limits
     progress, status, next_ping, before = Progress(time.monotonic()), "", 0.0, time.monotonic()

@@ -191,7 +191,7 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
 def _exit_code(session: Session, code: int) -> int:
     """Return a rank's exit code `code`, -N for signal N.
 
-    For MISSED, when the agent looked too late, returns the launcher's code, which is the same, or else -9.
+    For MISSED, when the agent looked too late, returns the launcher's code, which is the same; -9 if that is 0 or None.
     """
     return code if code != MISSED else session.code or -int(signal.SIGKILL)
 
@@ -412,7 +412,10 @@ def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) ->
 
 
 def place_of(stack: Stack) -> str:
-    """Return the line of finlm's code that is innermost in a stack, else of any code: `pretrain.py:151 in log_step`."""
+    """Return the line of finlm's code that is innermost in a stack, else of any code: `pretrain.py:151 in log_step`.
+
+    For () it is `?:0 in ?`.
+    """
     innermost = next((frame for frame in stack if "/finlm/" in frame[0]), stack[0] if stack else ("?", 0, "?"))
     return f"{innermost[0].rpartition('/')[2]}:{innermost[1]} in {innermost[2]}"
 

@@ -302,7 +302,7 @@ def show(injuries: Sequence[Injury], share: float) -> None:
 
 
 def to_json(injuries: Sequence[Injury], share: float) -> dict[str, object]:
-    """Return the result as a dict, as `finlm drill --json` prints it."""
+    """Return the result as `finlm drill --json` prints it: {effective_time: `share`, faults: a dict per fault}."""
     return {"effective_time": round(share, 4), "faults": [dataclasses.asdict(each) for each in injuries]}
 
 

@@ -370,7 +370,7 @@ def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) ->
 
 
 def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
-    """Return parents.settings_of() of what a recipe starts from, or None for a start from scratch."""
+    """Return the settings that trained what a recipe starts from; None from scratch, or if they are not known."""
     init_from = wanted.model.init_from
     if init_from is None or not parents.is_recipe(init_from):
         start = parents.start_of(wanted)

@@ -81,9 +81,10 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
 
 
 def _host_args(run: RunDir, scratch: Path) -> list[str]:
-    """Return the command-line options for the hosts and slots of the run's plan; [] if it ran on this machine alone.
+    """Return the command-line options for the hosts and slots of the run's plan.
 
-    Writes a hostfile into `scratch` for them. Raises UserError if hostfile.txt cannot be read.
+    Returns [] if it ran on this machine alone and no hostfile.txt is here. Else writes a hostfile into `scratch`.
+    Raises UserError if hostfile.txt cannot be read.
     """
     slots = {host["name"]: host["slots"] for host in files.read_json(run.plan)["hosts"]}
     if list(slots) == ["localhost"] and cluster.default_hostfile() is None:
