@@ -136,7 +136,7 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
 
 
 def is_unsure(finding: Finding) -> bool:
-    """Return whether no signature knows what this finding is about: its cause is unknown, or a rule's guess."""
+    """Return whether the finding's cause is unknown, or only the guess of a rule of endings.yaml."""
     return finding.by_rule or finding.cause == "unknown"
 
 

@@ -114,7 +114,7 @@ _OFF = {
 
 
 def clean_or_none(value: Any) -> Any:
-    """Return the section with every rule off for `clean: none`; other values are returned as they are."""
+    """Return the section with every rule off for `clean: none` or null; other values are returned as they are."""
     return _OFF if value is None or value == "none" else value
 
 

@@ -210,7 +210,7 @@ class ModelShape:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the block is Llama's; train/model/kernels.py then keeps only gate and up for the backward pass."""
+        """Whether the feed-forward block is Llama's; train/model/kernels.py then keeps only gate and up."""
         return {"gate_proj", "up_proj", "down_proj"} <= self.matrices.keys() and not self.experts[0]
 
     @property
@@ -237,7 +237,7 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Number of parameters of one layer's matrices."""
+        """Number of parameters of one layer's matrices, experts' too and convolutions' not."""
         return sum(math.prod(sizes) for name, sizes in self.tensors if len(sizes) > 1 and "conv" not in name)
 
     @property

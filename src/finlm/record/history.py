@@ -146,10 +146,7 @@ def is_number(value: Any) -> bool:
 
 
 def read_history(run: RunDir) -> History:
-    """Return the History of a run from events.jsonl, empty without the file; counts lines that are not JSON.
-
-    Leaves out steps, evaluations, checkpoints and results that a later start or rollback takes back.
-    """
+    """Return the History of a run's events.jsonl, empty without it, less what a later start or rollback takes back."""
     history = History()
     by_kind = {
         "eval": history.evals,
@@ -259,7 +256,10 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
-    """Return a curve (not empty) as at most `width` blocks, each a mean; blocks reach from `low` to `high`."""
+    """Return a curve (not empty) as at most `width` block characters, each a mean.
+
+    A mean of `low` has the lowest block, of `high` the highest; means beyond them are not allowed.
+    """
     count = min(width, len(values))
     ends = [round(number * len(values) / count) for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]

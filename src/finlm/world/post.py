@@ -104,7 +104,7 @@ class _Question(NamedTuple):
 
 
 def _questions(archive: Archive, dice: Dice) -> Iterator[_Question]:
-    """Yield the exam's questions without end, without their last line, which has the answer."""
+    """Yield the exam's questions without end; their texts lack the exam's last line, which has the answer."""
     for text, meta in exam(archive, dice):
         yield _Question(text.rpartition("\n")[0], str(meta["answer"]), meta["subject"] != CLOSED_BOOK)
 

@@ -60,7 +60,7 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
 
 
 def count_parts(source: str, size_bytes: int) -> int:
-    """Return in how many parts a source is written, at the same time if you like. KeyError for an unknown source."""
+    """Return in how many parts a source is written; each may be written alone. KeyError for an unknown source."""
     return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES))
 
 
