@@ -34,7 +34,10 @@ CAPABILITY = {"bf16": 8.0, "fp8": 8.9}
 
 
 def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield the faults of the GPUs that a host gives to the run; none when they are unknown."""
+    """Yield the faults of the GPUs that a host gives to the run; none when they are unknown.
+
+    For a plan of CPU ranks, only a warning that nvidia-smi fails although the host has NVIDIA GPUs.
+    """
     gpu = facts.gpu
     if gpu is None:
         return
@@ -51,7 +54,11 @@ def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
-    """Yield at most one fault: of nvidia-smi itself, or of the number or choice of visible GPUs."""
+    """Yield at most one fault: of nvidia-smi itself, or of the number or choice of visible GPUs.
+
+    With CPU ranks it is a warning that nvidia-smi fails although there are GPUs; else an error. With MIG devices the
+    number is not checked.
+    """
     mend = "`nvidia-smi` must list the GPUs: after a driver update reboot, or reload the nvidia modules"
     if gpu.error and plan.device == "cuda":
         yield "driver", "error", f"nvidia-smi: {gpu.error}", mend
@@ -113,7 +120,7 @@ def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[Hos
 
 
 def _check_memory(needed: int, devices: Sequence[Device]) -> Iterator[Fault]:
-    """Yield an error for GPUs with less than `needed` bytes free, and a warning for others that processes use."""
+    """Yield an error for all GPUs with less than `needed` bytes free, a warning for the others that processes use."""
     full = [device for device in devices if device.memory_free is not None and device.memory_free < needed]
     fix = "end those processes, choose other GPUs with CUDA_VISIBLE_DEVICES, or plan for less memory with --gpu"
     if full:
@@ -140,7 +147,10 @@ def _holders(device: Device) -> str:
 
 
 def _check_health(devices: Sequence[Device], gpu: Gpu) -> Iterator[Fault]:
-    """Yield faults of GPU memory that failed (ECC, row remapping) and of hardware errors in the last 24 hours (Xid)."""
+    """Yield faults of GPU memory that failed (ECC, row remapping) and of hardware errors in the last 24 hours (Xid).
+
+    A row that could not be replaced is an error, all else a warning.
+    """
     for device in devices:
         named = f"GPU {device.index} ({device.name}, {device.uuid})"
         if device.remap_failed:

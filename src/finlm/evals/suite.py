@@ -132,7 +132,7 @@ def _to_contamination(question: Question) -> contamination.Question:
 
 
 def _decode_documents(part: Shard, shards: Shards) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of tokens, documents as text) of a shard, about a million tokens at a time."""
+    """Yield (number of tokens, texts of documents), a million tokens or more at a time. UserError without tokenizer."""
     directory = shards.directory / "tokenizer"
     tokenizer = pretrained.open_tokenizer(directory if directory.is_dir() else shards.directory)
     around = shards.bos_id, shards.eos_id

@@ -21,9 +21,9 @@ MARK = "finlm-facts:"
 def carry(env: dict[str, str], seconds: float, programs: dict[str, tuple[str, list[str]]]) -> None:
     """Run all programs at once, and print MARK and the JSON of {"began", "ended", "answers": {name: answer}}.
 
-    Times are unix seconds, answers those of run_program(). Puts the interpreter's directory first on PATH in
-    os.environ, then sets `env` there. `seconds` is the limit for each program. `programs` maps a name to (source,
-    arguments) and is not empty.
+    Times are unix seconds. An answer is the JSON that the program prints, or {"failed": why}. Puts the interpreter's
+    directory first on PATH in os.environ, then sets `env` there. `seconds` is the limit for each program. `programs`
+    maps a name to (source, arguments) and is not empty.
     """
     began = time.time()
     # Ranks find ninja beside their interpreter, and so must the probe.

@@ -114,7 +114,7 @@ class Links:
 
 
 def main() -> None:
-    """Print gather_facts() of the JSON request on the command line as JSON; on an exception, only {"errors": ...}."""
+    """Print the Links that the JSON request on the command line asks for, as JSON; {"errors": ...} on an exception."""
     try:
         fields = json.loads(sys.argv[1])
         print(

@@ -152,9 +152,9 @@ def digest(path: Path, follow: bool) -> str | None:
 
 
 def digests(root: str, names: list[str], follow: bool) -> dict[str, str | None]:
-    """Return {name: digest()} of every name below root. Hashes four files at a time.
+    """Return {name: hex sha256, None if there is no such file} of every name below root. Hashes four files at a time.
 
-    Raises OSError for unreadable files. With `follow`, hashes what a link leads to.
+    Raises OSError for unreadable files. With `follow`, hashes what a link leads to, otherwise its target path.
     """
     with ThreadPoolExecutor(4) as pool:
         values = pool.map(lambda name: digest(local(root, name), follow), names)
@@ -168,7 +168,10 @@ def tree_hash(files: dict[str, str | None]) -> str:
 
 
 def fingerprints(path: str, names: list[str], follow: bool) -> dict[str, str | None]:
-    """Return {name: fingerprint()} of every name below path."""
+    """Return {name: fingerprint} of every name below path; None for a missing file.
+
+    A fingerprint is "sha256 <hex>", or "<n> bytes" above 64 MiB. If not `follow`, a link has "link to <target>".
+    """
     return {name: fingerprint(Path(path, name), follow) for name in names}
 
 
@@ -327,8 +330,8 @@ def _remove(root: str, name: str) -> None:
 def _adopt_cut_transfers(root: str, names: set[str]) -> None:
     """Move what a killed rsync left under a temporary name to its partial file, which the next rsync continues.
 
-    Looks only at temporary names of the files `names`. Skips files that a process has open: two runs may send the same
-    data to a host.
+    Looks only at temporary names of the files `names`; of two partial files the larger stays. Skips files that a
+    process has open: two runs may send the same data to a host.
     """
     wanted = {local(root, name) for name in names}
     written: set[str] | None = None
@@ -394,5 +397,5 @@ def answer(line: str) -> None:
 
 
 def answer_fingerprints(line: str) -> None:
-    """Print as JSON {role: {name: fingerprint}} for `line`, the JSON {role: arguments of fingerprints()}."""
+    """Print as JSON {role: {name: fingerprint}} for `line`, the JSON of {role: {path, names, follow}}."""
     print(json.dumps({role: fingerprints(**tree) for role, tree in json.loads(line).items()}))
