@@ -404,7 +404,7 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
 
 
 def differing_settings(before: Candidate, after: Candidate) -> str:
-    """Return the planner's keys in which two candidates differ, with the values of `after`, as text; "" if in none."""
+    """Return "key: value, ..." of `after` where the two differ, with micro_batch: auto if its are unequal; or ""."""
     names = [name for name in CHOICES if getattr(before.layout, name) != getattr(after.layout, name)]
     values = {name: getattr(after.layout, name) for name in names} | (
         {"micro_batch": "auto"} if after.is_unequal else {}

@@ -161,7 +161,10 @@ CHOICES = {
 
 
 def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
-    """Return {recipe key: (old, new)} for the decisions of the new plan that differ from the old one's."""
+    """Return {recipe key: (old value, new value)} for the decisions of the new plan that differ from the old one's.
+
+    The old value is None where only the new plan has the key; keys that only the old plan has are left out.
+    """
     before, after = decided_keys(old.to_json()), decided_keys(new.to_json())
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 

@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Sort key among equally fast candidates, smallest first: fewer moving parts, then larger micro-batches."""
+        """Sort key, smallest first: fewer offloads, lower stage, less recompute, equal micro-batches, larger ones."""
         layout = self.layout
         offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
         recompute = RECOMPUTE.index(layout.recompute)
@@ -372,7 +372,7 @@ def device_memory(host: Host) -> int | None:
 
 
 def best(fitting: list[Candidate]) -> Candidate:
-    """Return the simplest of the candidates nearly as fast as the fastest; if any has a margin, only those count."""
+    """Return the simplest candidate with a worth within NEARLY_EQUAL of the highest; only roomy ones count, if any."""
     fitting = [one for one in fitting if one.is_roomy] or fitting
     fastest = max(one.worth for one in fitting)
     return min((one for one in fitting if one.worth >= (1 - NEARLY_EQUAL) * fastest), key=lambda one: one.complexity)

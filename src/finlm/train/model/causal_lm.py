@@ -364,7 +364,8 @@ def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
 def enlarge_table(table: torch.Tensor, ids: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
     """Return the embedding table [old rows, hidden] enlarged to [rows, hidden], in its dtype.
 
-    The new row i is the mean of the old rows ids[i]. Rows beyond these, which pad the table, are zero.
+    Behind the old rows come len(ids) new ones, the i-th the mean of the old rows ids[i], and then rows of zeros, which
+    pad the table. Raises RuntimeError if `rows` is less than old and new ones together.
     """
     wide = table.detach().float()
     flat = torch.tensor([number for spelling in ids for number in spelling], device=table.device)

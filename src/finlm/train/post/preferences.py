@@ -54,7 +54,7 @@ class PairTrainer(Recorded):
 
     @cached_property
     def order(self) -> Order:
-        """The order of pairs: which pair a position of the run reads."""
+        """The endless order of pairs, by train.seed; order[positions], both arrays, are indices of pairs."""
         return Order(len(self.pairs), self.rank.recipe.train.seed)
 
     @cached_property
