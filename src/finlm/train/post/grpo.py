@@ -146,9 +146,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def evaluate_held_out(self) -> Numbers | None:
         """Return the mean rewards of answers to held-out prompts, in all and, as `sources`, of each source. Collective.
 
-        `reward` is of the likeliest answers. `sampled` is of grpo.held_out_answers answers drawn as in training; it is
-        left out when that number is 0. `rise` is the gain of `sampled` since step 0. At step 0 sets self.drawn_first,
-        from which it is counted. Returns None when no prompts are held out. Puts the model into train mode.
+        `reward` is of the likeliest answers; `rewards` has the mean of each term, `prompts` is their number. `sampled`
+        is of grpo.held_out_answers answers drawn as in training; it is left out when that number is 0. `rise` and
+        `rise_interval` are the gain of `sampled` since step 0, when self.drawn_first is set. Returns None when no
+        prompts are held out. Puts the model into train mode.
         """
         if not self.held_out:
             return None

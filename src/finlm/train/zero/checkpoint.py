@@ -62,7 +62,7 @@ class Checkpoints:
     """The checkpoints of a run as one rank sees them; all ranks call its public methods together."""
 
     def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: CheckpointSettings, events: Events) -> None:
-        """Remove half-written checkpoints, prepare those in memory, replace the engine's saving and loading. Collective."""
+        """Remove half-written checkpoints, prepare those in memory, let the engine save and load by Store. Collective."""
         self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.layout = self.world_size, plan.zero_stage, plan.offload_optimizer
@@ -357,7 +357,7 @@ class Checkpoints:
             self.buffers.reserve(large)
 
     def _make_room(self, step: int) -> str:
-        """Remove unscheduled ones if the disk lacks room; return why it still does, else "". Only the leader does so."""
+        """On the leader, remove unscheduled ones if the disk lacks room; return why it still does. Else return ""."""
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)

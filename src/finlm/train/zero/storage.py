@@ -64,7 +64,7 @@ def load(path: Path, mmap: bool = False) -> State:
 
 
 def write(state: State, path: Path) -> None:
-    """Write the state to a torch file and wait until it has reached the disk. Raises RuntimeError or OSError."""
+    """Write a state to disk as a torch file and fsync it; turn off torch's CRC for good. RuntimeError or OSError."""
     torch.serialization.set_crc32_options(False)  # a slow checksum in the zip; the manifest has sha256
     torch.save(state, path)
     checkpoints.sync_path(path)
