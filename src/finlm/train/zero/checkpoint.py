@@ -62,7 +62,7 @@ class Checkpoints:
     """The checkpoints of a run as one rank sees them; all ranks call its public methods together."""
 
     def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: CheckpointSettings, events: Events) -> None:
-        """Remove half-written checkpoints, prepare those in memory, let the engine save and load by Store. Collective."""
+        """Remove half-written checkpoints, set up those in memory, replace the engine's save and load. Collective."""
         self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.layout = self.world_size, plan.zero_stage, plan.offload_optimizer
