@@ -227,7 +227,7 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
     """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
 
     In pretraining, control tokens in a text are encoded as text. The recipe's add_bos counts unless the start model's
-    tokenizer is used, which has rules of its own. Raises UserError if that cannot be read.
+    tokenizer is used, which has rules of its own. In other stages raises UserError if the tokenizer cannot be read.
     """
     directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
     if trained.recipe.stage != "pretrain":

@@ -234,9 +234,9 @@ def hide_end_tokens(model: Any, eos_id: int) -> None:
 def _summed_loss(
     model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
 ) -> Any:
-    """Return the output of the swapped head, with every eos hidden from attention; takes the place of forward.
+    """Return what the head returns, (summed loss, losses of the rows), with every eos hidden from attention.
 
-    `bounds` is ignored.
+    Takes the place of model.forward. `bounds` is ignored.
     """
     hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
     return model.lm_head(hidden, labels)
