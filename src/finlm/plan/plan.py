@@ -98,7 +98,10 @@ class Plan:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        """Return the plan of what to_json returned. Raises UserError for unknown or missing keys; newer ones have defaults."""
+        """Return the plan of what to_json returned.
+
+        Raises UserError for unknown keys, and for missing ones except those that have defaults.
+        """
         try:
             hosts = tuple(PlannedHost(**host) for host in value["hosts"])
             return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
