@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run `finlm doctor`: check the hosts, print findings, with --json as JSON too. Return 1 for an error, else 0."""
+    """Run `finlm doctor`: check hosts, print findings (--json too). Return 1 for an error, else 0. Raises UserError."""
     from finlm.doctor import gather, preflight, speed
     from finlm.hosts import file_trees, sync
 
@@ -200,7 +200,7 @@ def _drill(options: argparse.Namespace) -> int:
 
 
 def _admit(options: argparse.Namespace) -> int:
-    """Run `finlm admit`: check that a model trains as in transformers (--json: JSON too). Return 0 if so, else 1."""
+    """Run `finlm admit`: check how a model trains (--json too). Return 0 if as in transformers, else 1. UserError."""
     from finlm.admit import command
 
     verdict = command.admit(options.model)
@@ -209,7 +209,7 @@ def _admit(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    """Run `finlm sync`: copy this repository to every host of the hostfile, or print that it names none. Return 0."""
+    """Run `finlm sync`: copy the repository to the hostfile's hosts, or say there are none. Return 0. UserError."""
     from finlm.hosts import sync
 
     hosts = command_line.to_sync(options)
@@ -271,7 +271,7 @@ def _print_json(options: argparse.Namespace, document: object) -> None:
 
 
 def _attempt(options: argparse.Namespace) -> int:
-    """Run `finlm attempt`: sample answers to prompts, print pass@k and maj@k, with --json as JSON too. Return 0."""
+    """Run `finlm attempt`: sample answers, print pass@k and maj@k (--json too). Return 0. Raises UserError."""
     recipe = recipes.load(options).recipe
     from finlm.evals import attempts
     from finlm.runs import lineage
@@ -286,7 +286,7 @@ def _attempt(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Run `finlm export`: write a checkpoint, or its adapters, in Hugging Face format and print the path. Return 0."""
+    """Run `finlm export`: write a checkpoint, or its adapters, as a Hub model; print the path. Return 0. UserError."""
     checkpoint = runs.complete_checkpoint(options.checkpoint)
     from finlm.inference import export
 
@@ -298,7 +298,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import_gguf(options: argparse.Namespace) -> int:
-    """Run `finlm import-gguf`: write a GGUF file as a Hugging Face model directory and print its path. Return 0."""
+    """Run `finlm import-gguf`: write a GGUF file as a Hub model; print its path. Return 0. Raises UserError."""
     from finlm.inference.open import import_gguf
 
     screen.show(str(import_gguf(options.file, options.out)))
@@ -386,7 +386,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    """Run `finlm reproduce`: train a run again, print how the two differ (--json too). Return 0 if equal, else 1."""
+    """Run `finlm reproduce`: train a run again, print differences (--json too). Return 1 if any, else 0. UserError."""
     from finlm.runs import proofs
 
     run = rundir.open_run(options.run_dir)
@@ -394,7 +394,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _verify_resume(options: argparse.Namespace) -> int:
-    """Run `finlm verify-resume`: train with and without kills, compare (--json too). Return 0 if equal, else 1."""
+    """Run `finlm verify-resume`: train with and without kills (--json too). Return 0 if equal, else 1. UserError."""
     from finlm.recipe import recipe
     from finlm.runs import proofs
 

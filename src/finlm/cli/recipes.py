@@ -53,7 +53,7 @@ def load(options: argparse.Namespace) -> Loaded:
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Run `finlm prepare`: convert the sources to shards; print rows if --show, and their directory. Return 0."""
+    """Run `finlm prepare`: make shards; print rows if --show, and the directory. Return 0. Raises UserError."""
     from finlm import prepare
     from finlm.recipe import weights
 
@@ -91,7 +91,7 @@ def lint(options: argparse.Namespace) -> int:
 
 
 def self_qa(options: argparse.Namespace) -> int:
-    """Run `finlm self-qa`: have a model write questions and answers about the documents; print the file. Return 0."""
+    """Run `finlm self-qa`: have a model ask and answer about documents; print the file. Return 0. Raises UserError."""
     from finlm.selfqa import ask
 
     recipe = load(options).recipe
@@ -216,7 +216,7 @@ def _print_failure_forecast(
 
 
 def new(options: argparse.Namespace) -> int:
-    """Run `finlm new`: write a recipe from another or for a model; print its path and the next commands. Return 0."""
+    """Run `finlm new`: write a recipe; print its path and what to do next. Return 0. UserError as for a taken name."""
     from finlm import config
     from finlm.recipe import derive
 

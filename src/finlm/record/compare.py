@@ -142,8 +142,9 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
 def list_differences(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the differences of recipe, data, code, plan, packages, hardware and environment, in this order.
 
-    Secrets among the recipe's values are redacted; the other files have none. `starts` has the last `start` event of
-    run `a` and of run `b`, whose CPU kernels are compared as hardware. Missing or damaged files count as empty.
+    Secrets among the recipe's values are redacted; those of the environment were when it was recorded. `starts` has the
+    last `start` event of run `a` and of run `b`, whose CPU kernels are compared as hardware. Missing or damaged files
+    count as empty.
     """
     for found in _differing("recipe", _recipe(a), _recipe(b)):
         values = (redact_key(found.field, value) for value in (found.a, found.b))

@@ -120,10 +120,7 @@ class History:
 
 
 def format_rise(row: Row) -> str:
-    """Return the mean reward of drawn answers in an eval event as text, with its rise and the rise's 95 % interval.
-
-    The event must have the key `sampled`.
-    """
+    """Return the mean reward of drawn answers, `sampled`, in an eval event as text, with its rise and 95 % interval."""
     words = f"{row['sampled']:.4f}" if is_number(row["sampled"]) else "not finite"
     if not (row.get("step") and is_number(row.get("rise"))):
         return words
@@ -258,7 +255,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 def sparkline(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
     """Return a curve (not empty) as at most `width` block characters, each a mean.
 
-    A mean of `low` has the lowest block, of `high` the highest; means beyond them are not allowed.
+    A mean of `low` has the lowest block, one of `high` the highest; none may lie beyond.
     """
     count = min(width, len(values))
     ends = [round(number * len(values) / count) for number in range(count + 1)]
@@ -392,8 +389,9 @@ class Listed:
 def state(run: RunDir, history: History, *, ended: bool = False) -> str:
     """Return a run's state: running, finished, interrupted, failed, killed or not started.
 
-    An end event gives its status. Without one: failed if the caller says that it `ended`; running while its lock is
-    held; killed if this machine's lock is free; of another machine running, and failed 15 minutes after the last event.
+    An end event gives its status. Without one: failed if the caller says that it `ended`; running while the lock is
+    held; killed if it is free on this machine. Elsewhere running, 15 minutes after the last event failed; not started
+    without any event (but here failed if diagnosis.json is there).
     """
     if history.end is not None:
         return str(history.end.get("status", "failed"))
