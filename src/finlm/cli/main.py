@@ -200,7 +200,7 @@ def _drill(options: argparse.Namespace) -> int:
 
 
 def _admit(options: argparse.Namespace) -> int:
-    """Run `finlm admit`: check how a model trains (--json too). Return 0 if as in transformers, else 1. UserError."""
+    """Run `finlm admit`: check how a model trains (--json too). Return 0 if admitted, else 1. Raises UserError."""
     from finlm.admit import command
 
     verdict = command.admit(options.model)
@@ -209,7 +209,7 @@ def _admit(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    """Run `finlm sync`: copy the repository to the hostfile's hosts, or say there are none. Return 0. UserError."""
+    """Run `finlm sync`: copy the repository to the hosts, or say there are none. Return 0. Raises UserError."""
     from finlm.hosts import sync
 
     hosts = command_line.to_sync(options)
@@ -286,7 +286,7 @@ def _attempt(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Run `finlm export`: write a checkpoint, or its adapters, as a Hub model; print the path. Return 0. UserError."""
+    """Run `finlm export`: write a checkpoint in Hugging Face format; print the path. Return 0. Raises UserError."""
     checkpoint = runs.complete_checkpoint(options.checkpoint)
     from finlm.inference import export
 
@@ -298,7 +298,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import_gguf(options: argparse.Namespace) -> int:
-    """Run `finlm import-gguf`: write a GGUF file as a Hub model; print its path. Return 0. Raises UserError."""
+    """Run `finlm import-gguf`: make a Hugging Face directory of a GGUF file; print it. Return 0. Raises UserError."""
     from finlm.inference.open import import_gguf
 
     screen.show(str(import_gguf(options.file, options.out)))
@@ -386,7 +386,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    """Run `finlm reproduce`: train a run again, print differences (--json too). Return 1 if any, else 0. UserError."""
+    """Run `finlm reproduce`: train a run again, compare (--json too). Return 0 if equal, else 1. Raises UserError."""
     from finlm.runs import proofs
 
     run = rundir.open_run(options.run_dir)
@@ -394,7 +394,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _verify_resume(options: argparse.Namespace) -> int:
-    """Run `finlm verify-resume`: train with and without kills (--json too). Return 0 if equal, else 1. UserError."""
+    """Run `finlm verify-resume`: train with and without kills. Return 0 if equal, else 1. Raises UserError."""
     from finlm.recipe import recipe
     from finlm.runs import proofs
 

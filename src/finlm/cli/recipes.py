@@ -216,7 +216,7 @@ def _print_failure_forecast(
 
 
 def new(options: argparse.Namespace) -> int:
-    """Run `finlm new`: write a recipe; print its path and what to do next. Return 0. UserError as for a taken name."""
+    """Run `finlm new`: write a recipe; print its path and the next commands. Return 0. Raises UserError."""
     from finlm import config
     from finlm.recipe import derive
 
