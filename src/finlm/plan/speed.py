@@ -264,7 +264,10 @@ class Network:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by cause."""
+    """Seconds of one optimizer step, by cause.
+
+    `overlapped` are transfers during `compute`, of which the longer counts; `exposed` are transfers that all wait for.
+    """
 
     compute: float
     overlapped: float

@@ -49,7 +49,7 @@ THREADS = 16
 
 @dataclass
 class Saving:
-    """A checkpoint that is being written, to the disk or to `memory`; `parts` gives its files' hashes once written."""
+    """A checkpoint being written to disk or to `memory`; `began` is monotonic; `parts` are this rank's once written."""
 
     step: int
     began: float
