@@ -71,7 +71,7 @@ class Training:
         return self.resumed is not None and self.resumed.is_trained()
 
     def with_hosts(self, hosts: Cluster) -> Training:
-        """Return a Training of the same run on `hosts`, no step done, with the plan's precision and checkpoint kind."""
+        """Return a Training to go on with the run on `hosts`, no step done, at its plan's precision and checkpoint kind."""
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
         wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)
         loaded = dataclasses.replace(self.loaded, recipe=wanted)

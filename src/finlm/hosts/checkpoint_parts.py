@@ -129,7 +129,7 @@ def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
 
 
 def is_whole_together(parts: Sequence[Manifest]) -> bool:
-    """Return whether these parts of one checkpoint together have the files of all ranks (one part at ZeRO stage 0)."""
+    """Return whether these parts of one checkpoint together have all ranks' files; at ZeRO stage 0 one part has."""
     owners = {part.rank for manifest in parts for part in manifest.files.values()}
     return any(manifest.is_whole or owners >= set(range(manifest.world_size)) for manifest in parts)
 

@@ -349,7 +349,8 @@ def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> Run
 def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
     """Show an event and update `progress`; return the status of an `end` event, else "".
 
-    At a checkpoint asks the ranks to stop if absent hosts answer again; at an incident runs launch.notify.
+    At a checkpoint notes in f.stop that the ranks shall stop if absent hosts answer again; at an incident runs
+    launch.notify. After a silence that was printed, prints that the run goes on.
     """
     now = time.monotonic()
     if silence := progress.note_finished(now):

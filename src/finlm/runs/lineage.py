@@ -356,7 +356,7 @@ def find_export(wanted: Recipe, runs: Path, load: Load) -> tuple[Path | None, li
 
 
 def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) -> str | None:
-    """Return a text about the first key in which what a run trained differs from the recipe, or None if none does."""
+    """Return a text: the first key in which a run differs from the recipe, or an export of another step; else None."""
     start = parents.start_recorded(run, former)
     theirs = parents.settings_of(former, start.settings if start else None)
     ours = parents.settings_of(wanted, _settings_of_parent(wanted, load))

@@ -133,7 +133,7 @@ def slow_rank_down(run: Path) -> str:
 def fill_disk(run: Path) -> str:
     """Fill the disk of the run for 20 s with a file, remove it, and return a text that says so.
 
-    Only SIGKILL leaves the file there. Raises LookupError when more than 64 GiB are free.
+    SIGTERM ends this process; only SIGKILL leaves the file there. Raises LookupError when more than 64 GiB are free.
     """
     free = shutil.disk_usage(str(run)).free
     if free > MOST_FILLED:

@@ -85,7 +85,7 @@ def fork_keeper() -> None:
 def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
     """Start Ray with `arguments` of `ray start`, wait until it ends or `closed` is set, and return what it has printed.
 
-    Sends {"started": true} as soon as Ray runs.
+    Sends {"started": true} as soon as Ray runs. When `closed` is set, Ray still runs: end_all() ends it.
     """
     parent, is_started = os.getpid(), False
     with tempfile.TemporaryFile() as log:
