@@ -71,7 +71,7 @@ class Training:
         return self.resumed is not None and self.resumed.is_trained()
 
     def with_hosts(self, hosts: Cluster) -> Training:
-        """Return a Training to go on with the run on `hosts`, no step done, at its plan's precision and checkpoint kind."""
+        """Return a Training to go on with this run on `hosts`: no step done, precision and checkpoints of its plan."""
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
         wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)
         loaded = dataclasses.replace(self.loaded, recipe=wanted)
@@ -350,7 +350,7 @@ def create_run(t: Training, earlier: lineage.Earlier | None = None) -> RunDir:
 def train_ranks(t: Training) -> None:
     """Train from the newest checkpoint to the last step, unless the run is trained; in both cases clear t.newcomers.
 
-    Raises RunFailed, HostLost if other hosts can go on, and HostsBack if lost hosts answer again.
+    Raises RunFailed, HostLost if other hosts can go on, HostsBack if hosts are back, UserError if it cannot start.
     """
     if not t.run.is_trained():
         known = start.Network(preflight.host_env(t.facts), preflight.find_addresses(t.facts))

@@ -396,7 +396,8 @@ def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
 def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load: Load = recipes.load) -> Path:
     """Return the directory of model.init_from: itself, the export of that recipe's newest run, or the Hub's snapshot.
 
-    Downloads a Hub id if must_exist. If there is none, raises UserError, or NotPrepared if not must_exist.
+    Downloads a Hub id if must_exist, and raises UserError without a model. If not must_exist, raises NotPrepared
+    without a model here, also for a Hub id.
     """
     init_from = wanted.model.init_from
     assert init_from is not None  # recipe.parents asks for it
