@@ -183,7 +183,7 @@ def _find_lost_hosts(t: Training, error: StepFailed | UserError) -> dict[str, bo
 def train_parent(t: Training) -> None:
     """Replace recipes in model.init_from and grpo.reward of t.loaded by exports of their finished runs; print those.
 
-    Trains such a recipe first if it has no finished run. Raises StepFailed when that training ends with an error.
+    Trains such a recipe first if it has no finished run. Raises StepFailed or RunFailed when that training fails.
     """
     init_from = t.recipe.model.init_from
     if init_from is not None and parents.is_recipe(init_from):

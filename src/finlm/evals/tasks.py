@@ -320,7 +320,7 @@ def _read_industries(answer: str) -> dict[str, str]:
 
 
 def _join_industries(names: str, moods: str) -> dict[str, str]:
-    """Return {industry: mood} of a text that lists industries and a text that lists moods; 无 where moods lack."""
+    """Return {industry: mood} of a list of industries and a list of moods; one mood is for all, 无 where they lack."""
     marks, name_marks = _separators(moods), _separators(names)
     listed = names.split(name_marks[0]) if name_marks else None
     if not marks:
