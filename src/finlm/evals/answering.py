@@ -241,7 +241,7 @@ def _first_counted(prompt: Prompt) -> int:
 
 
 def _rows(answer_ids: tuple[tuple[int, ...], ...], first_counted: int, shared: int) -> list[Row]:
-    """Return a question's rows less the first `shared` tokens: one if one token an answer counts, else one an answer."""
+    """Return a question's rows less the first `shared` tokens: one if one token per answer counts, else one each."""
     if all(len(ids) == first_counted + 1 for ids in answer_ids):
         last = first_counted - shared - 1
         return [Row(answer_ids[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(answer_ids)))]
