@@ -96,7 +96,7 @@ def groups(of: LlamaForCausalLM, now: bool) -> Any:
     add_fused_lm_head(of)
     trainer = grpo.GroupTrainer if now else GRPOTrainer
     method = trainer._get_per_token_logps_and_entropies
-    stub = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext), besides=(), learnt_from=None)
+    stub = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext), extra_outputs=(), learnt_from=None)
     return getattr(method, "__wrapped__", method)(stub, of, *batch(left=True), TOKENS // 2)[0]
 
 

@@ -27,12 +27,12 @@ def test_a_host_that_is_down_is_named_and_the_others_are_synced(trio: Cluster) -
 def test_a_changed_host_key_is_refused_with_the_way_out(pair: Cluster) -> None:
     repository(pair[0])
     pair[1].new_host_key()
-    for accept_new in (False, True):
-        said = refused(pair[0], "n1", accept_new=accept_new)
+    for accept_new_keys in (False, True):
+        said = refused(pair[0], "n1", accept_new_keys=accept_new_keys)
         assert "host key of n1 has changed" in said and "ssh-keygen -R n1" in said
     assert not on(pair[1]).exists()
     pair[0].run("ssh-keygen", "-R", "n1")
-    assert sync(pair[0], "n1", accept_new=True)[0]["status"] == "equal"
+    assert sync(pair[0], "n1", accept_new_keys=True)[0]["status"] == "equal"
 
 
 def test_an_unknown_host_key_is_refused_unless_new_ones_are_accepted(pair: Cluster) -> None:
@@ -42,7 +42,7 @@ def test_an_unknown_host_key_is_refused_unless_new_ones_are_accepted(pair: Clust
     said = refused(pair[0], "n1")
     assert "host key of n1 is not known" in said and "--accept-new" in said
     assert known.read_text() == ""
-    sync(pair[0], "n1", accept_new=True)
+    sync(pair[0], "n1", accept_new_keys=True)
     assert sync(pair[0], "n1")[0]["status"] == "equal"
 
 
