@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -221,12 +222,21 @@ class _Model(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_model_is_asked_only_about_an_unknown_or_guessed_cause_and_its_answer_is_marked(tmp_path: Path) -> None:
-    server = HTTPServer(("127.0.0.1", 0), _Model)
+@contextlib.contextmanager
+def _serving(endpoint: type[_Model]) -> Iterator[str]:
+    """The address of a server of this kind, until the block ends."""
+    server = HTTPServer(("127.0.0.1", 0), endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}/v1"
-    log = tmp_path / "x.log"
     try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_model_is_asked_only_about_an_unknown_or_guessed_cause_and_its_answer_is_marked(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    with _serving(_Model) as address:
         log.write_text("password=opensesame1\n" + TRACEBACK + "KeyError: 'phase'\n")
         result = finlm("diagnose", log, "--ask", address, "--json")
         assert json.loads(result.stdout)["answer"]["text"] == "The phase key is missing."
@@ -237,9 +247,6 @@ def test_a_model_is_asked_only_about_an_unknown_or_guessed_cause_and_its_answer_
         log.write_text(OOM)
         assert "answer" not in json.loads(finlm("diagnose", log, "--ask", address, "--json").stdout)
         assert len(_Model.asked) == 1
-    finally:
-        server.shutdown()
-        server.server_close()
     log.write_text(TRACEBACK + "KeyError: 'phase'\n")
     result = finlm("diagnose", log, "--ask", address)
     assert result.returncode == 1 and "gave no answer" in result.stderr
@@ -257,15 +264,10 @@ class _Breaks(_Model):
 
 
 def test_an_answer_that_breaks_off_is_told(tmp_path: Path) -> None:
-    server = HTTPServer(("127.0.0.1", 0), _Breaks)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     log = tmp_path / "x.log"
     log.write_text(TRACEBACK + "KeyError: 'phase'\n")
-    try:
-        result = finlm("diagnose", log, "--ask", f"http://127.0.0.1:{server.server_port}/v1")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with _serving(_Breaks) as address:
+        result = finlm("diagnose", log, "--ask", address)
     assert result.returncode == 1 and "gave no answer" in result.stderr and "Traceback" not in result.stderr
 
 
@@ -279,15 +281,10 @@ class _Redirects(_Model):
 
 
 def test_a_redirect_does_not_carry_the_key_to_another_host(tmp_path: Path) -> None:
-    server = HTTPServer(("127.0.0.1", 0), _Redirects)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     log = tmp_path / "x.log"
     log.write_text(TRACEBACK + "KeyError: 'phase'\n")
-    try:
-        result = finlm("diagnose", log, "--ask", f"http://127.0.0.1:{server.server_port}/v1")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with _serving(_Redirects) as address:
+        result = finlm("diagnose", log, "--ask", address)
     assert result.returncode == 1 and "HTTP Error 302" in result.stderr
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from finlm.base.errors import UserError
 from finlm.corpus import blocks, normalize
@@ -292,7 +291,6 @@ def _keywords(path: str) -> frozenset[str]:
 _FEW = 2**12  # characters: below, each text is cleaned alone, without arrays
 _AT_ONCE = 2**17  # characters, whose arrays stay in the processor's cache
 
-Bools = npt.NDArray[np.bool_]
 Cleaned = tuple[bytes, int, str | None]  # (UTF-8 of the clean text, its characters, None), or (b"", 0, reason)
 
 
@@ -356,7 +354,7 @@ def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
     return [alone.get(number, each) for number, each in enumerate(cleaned)]
 
 
-def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> Bools:
+def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> blocks.Bools:
     """Return bool [texts]: which texts need the rules one after the other, from `spelled` on.
 
     `block` has the texts after blocks.compress(). Hard are blanks that few texts have, traditional Chinese,
@@ -378,7 +376,7 @@ def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> 
     return hard
 
 
-def _find_concerned(block: blocks.Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
+def _find_concerned(block: blocks.Block, cleaner: Cleaner) -> Iterator[tuple[str, blocks.Bools]]:
     """Yield (filter's key in data.clean, bool [texts]: which it may drop) for each filter of the cleaner.
 
     A text marked is not judged yet; all are marked for a filter that is not known here.

@@ -394,7 +394,8 @@ def write_likes(
             if parts == 1:
                 return map(function, tasks)
             work = [(files.sha256_json([about, name, number]), task) for number, task in enumerate(tasks)]
-            return map(load_kept, make_missing("near", context.list_kept("near", function, work), run))
+            kept = context.list_kept("near", function, work)
+            return map(load_kept, make_missing("near", kept, [not each.path.is_file() for each in kept], run))
 
         for _ in run(sort_group, groups):
             pass

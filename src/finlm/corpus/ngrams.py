@@ -261,7 +261,7 @@ def _densify(minima: npt.NDArray[np.uint32]) -> Signatures:
 
 
 BYTES_A_DOCUMENT = 2 * BINS  # of the signatures, which are kept
-SORTED_BYTES_A_DOCUMENT = BANDS * (8 + 4)  # of the sorted keys, as long as the search runs
+SEARCH_BYTES_A_DOCUMENT = BYTES_A_DOCUMENT + BANDS * (8 + 4) + 1 + 4  # and sorted keys, states and labels
 
 
 @dataclass(frozen=True)

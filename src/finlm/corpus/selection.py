@@ -88,15 +88,7 @@ class Table:
         """
         count = chunks[-1].rows.stop if chunks else 0
         indexes = (documents.read_index(chunk.path) for chunk in chunks)
-        columns = {
-            name: new_array(directory, name, (count, *shape), kind)
-            for name, kind, *shape in (
-                ("source", "<i4"),
-                ("characters", "<u4"),
-                ("text_bytes", "<i8"),
-                ("hash", "<u8", 2),
-            )
-        }
+        columns = {name: new_array(directory, name, (count, *shape), kind) for name, kind, *shape in _COLUMNS}
         for chunk, index in zip(chunks, indexes, strict=True):
             columns["source"][chunk.rows] = chunk.input
             columns["characters"][chunk.rows] = index["characters"]

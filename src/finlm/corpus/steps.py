@@ -243,7 +243,7 @@ def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
     # bytes, and 24 with its tokens.
     needed = text_bytes + 2 * text_bytes * token_bytes // 4 + count * (28 + 2 * 24)
     if context.data.dedup.method == "near":
-        needed += count * (5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT)
+        needed += count * ngrams.SEARCH_BYTES_A_DOCUMENT
     step_cache.require_space(context.cache.directory, needed, "documents to shards")
     if settings.pieces is not None:
         vocabulary.check_memory(min(settings.sample_bytes, text_bytes))
@@ -279,8 +279,7 @@ def find_near_duplicates(
         "threshold": settings.threshold,
         **others,
     }
-    space = 5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT
-    step = context.cache.step("near_duplicates", depends_on, make, read.count * space)
+    step = context.cache.step("near_duplicates", depends_on, make, read.count * ngrams.SEARCH_BYTES_A_DOCUMENT)
     context.say(
         step,
         f"{step.manifest['duplicates']:,} of {read.count:,} documents are near-duplicates of one that is kept "
@@ -338,9 +337,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         "held_out_documents": context.data.held_out_documents,
         **others,
     } | ({"sides": [sides, context.data.dedup.threshold]} if sides else {})
-    space = read.count * (
-        1 + selection.BYTES_A_DOCUMENT + bool(sides) * (5 + ngrams.BYTES_A_DOCUMENT + ngrams.SORTED_BYTES_A_DOCUMENT)
-    )
+    space = read.count * (1 + selection.BYTES_A_DOCUMENT + bool(sides) * ngrams.SEARCH_BYTES_A_DOCUMENT)
     step = context.cache.step("selection", depends_on, make, space)
     chosen = Selection(step)
     _say_selection(context, step, chosen, sides)

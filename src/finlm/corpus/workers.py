@@ -340,12 +340,12 @@ def _load(path: Path) -> Arrays:
         return dict(arrays)
 
 
-def make_missing(name: str, work: Sequence[Kept[Task]], run: Mapper) -> Iterator[Kept[Task]]:
+def make_missing(name: str, work: Sequence[Kept[Task]], missing: Sequence[bool], run: Mapper) -> Iterator[Kept[Task]]:
     """Yield each of `work` in order, once its file is there; have the workers of `run` compute those that are missing.
 
-    Prints how many are left under this name if some are there. Raises what a task raises.
+    `missing` says of each whether it is. Prints how many are left under this name if some are there. Raises what a
+    task raises.
     """
-    missing = [not each.path.is_file() for each in work]
     if any(missing) and not all(missing):
         screen.say(f"{name}: {sum(missing):,} of {len(work):,} chunks to do, the others are kept")
     made = run(_compute_and_save, list(itertools.compress(work, missing)))
@@ -385,9 +385,9 @@ class Context:
         task raises, and UserError when workers cannot be started or one is killed.
         """
         work = self.list_kept(name, function, tasks)
-        missing = sum(not each.path.is_file() for each in work)
-        with self.engine.start(min(missing, at_most or missing)) as run:
-            yield from make_missing(name, work, run)
+        missing = [not each.path.is_file() for each in work]
+        with self.engine.start(min(sum(missing), at_most or sum(missing))) as run:
+            yield from make_missing(name, work, missing, run)
 
     def map_kept(
         self,

@@ -90,8 +90,8 @@ def split_questions(reply: str) -> list[str]:
             strings = json.loads(text)
         except ValueError:
             strings = None
-        if isinstance(strings, list) and all(isinstance(text, str) for text in strings):
-            return [text.strip() for text in strings if text.strip()]
+        if isinstance(strings, list) and all(isinstance(item, str) for item in strings):
+            return [item.strip() for item in strings if item.strip()]
     lines = (_NUMBERING.sub("", line).strip().strip("*").strip() for line in text.splitlines())
     return [line for line in lines if line]
 
