@@ -105,8 +105,8 @@ def admit(model: str) -> Verdict:
 def read_config(model: str) -> tuple[traits.Config, Path | None]:
     """Return (config.json, directory) of a model directory, or (default configuration, None) of a model_type.
 
-    The default is transformers', with every dropout 0 and without null keys. Raises UserError when `model` is neither,
-    or a type whose class rejects its own defaults.
+    The default is transformers', with dropout and jitter 0, small values for null numbers of heads and experts, and no
+    null keys. Raises UserError when `model` is neither, or a type whose class rejects its own defaults.
     """
     path = Path(model)
     if (path / "config.json").is_file():

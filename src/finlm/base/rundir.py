@@ -111,7 +111,10 @@ class RunDir:
         return max((row["step"] for row in self.read_events("checkpoint")), default=0)
 
     def newest_recorded(self) -> int:
-        """Return the newest step for which events.jsonl records a checkpoint, on disk or in memory; 0 without any."""
+        """Return the newest step of a checkpoint that events.jsonl records, on disk or in memory; 0 if none.
+
+        Those in memory no longer count after a later start at, or rollback to, an earlier step.
+        """
         return max(self.recorded_checkpoint(), self.recorded_in_memory())
 
     def recorded_in_memory(self) -> int:

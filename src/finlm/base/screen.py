@@ -154,7 +154,10 @@ def show(text: str = "") -> None:
 
 
 def heading(text: str) -> None:
-    """Print a line of the result, translated, bold on a terminal. Raises UserError if it cannot, as on a full disk."""
+    """Print a line of the result, translated, bold on a terminal, to where send_results() says.
+
+    Raises UserError if stdout cannot be written, as on a full disk; a closed pipe is ignored.
+    """
     text = translate(text)
     _print(_results, text, text)
 

@@ -416,7 +416,7 @@ def _is_amount(before: str) -> bool:
 
 
 def _is_in_a_row(before: str, after: str) -> bool:
-    """Return whether a number belongs to a range or table row, or stands alone in brackets.
+    """Return whether a number between two texts begins a range, belongs to a table row, or stands alone in brackets.
 
     A neighbour counts if a comma, semicolon or slash joins it and it is no mobile number. One apart by blanks also
     counts, but behind the number only with decimals or more than four characters.

@@ -143,9 +143,9 @@ def main() -> None:
 
 
 def _lock(run: rundir.RunDir, host: str) -> int | None:
-    """Lock this host's .lock-<host>, waiting up to 12 s; return the open descriptor, None if another process has it.
+    """Lock this host's .lock-<host>; return its open descriptor, or None if another process holds it for 12 s.
 
-    The lock is a shared one, which each rank takes too.
+    Any holder counts, so also a rank of an earlier launch. The lock returned is shared: the new ranks can take it too.
     """
     lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS

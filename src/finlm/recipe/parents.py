@@ -98,7 +98,10 @@ def is_recipe(init_from: str | None) -> bool:
 
 
 def is_directory(init_from: str) -> bool:
-    """Return whether model.init_from names a directory, by its form or as it or its parent exists, not a Hub model."""
+    """Return whether model.init_from is a local path, not a Hub model; callers exclude recipes themselves.
+
+    It is if it begins with /, ., ~ or models/, if it exists, or if its parent, which it names, exists.
+    """
     path = Path(init_from)
     beside = path.parent != Path() and path.parent.is_dir()
     return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))

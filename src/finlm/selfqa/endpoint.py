@@ -81,7 +81,7 @@ def strip_thoughts(reply: str) -> str:
 def split_questions(reply: str) -> list[str]:
     """Return the questions of a model's raw reply, [] if none: the strings of a JSON list, else its lines.
 
-    Removes thoughts, a code fence around the reply, numbering and empty questions.
+    Removes thoughts, a code fence around the reply and empty questions; from lines also numbering and asterisks.
     """
     text = strip_thoughts(reply)
     text = re.sub(r"^```\w*\n|\n```$", "", text)
