@@ -332,7 +332,7 @@ def concrete(findings: Sequence[Finding], path: Path, lang: str) -> list[Finding
 
 
 def _interface(run: Run, finding: Finding) -> tuple[str, str] | None:
-    """Return the step that names the network interface of the finding's host, or the first; None without hosts."""
+    """Return in English and Chinese how to set the interface of the finding's, else the first host; None without hosts."""
     host = finding.host or next(iter(run.env), "")
     if not host:
         return None

@@ -289,7 +289,7 @@ class Checkpoints:
                 self._publish_written()
 
     def finish(self) -> None:
-        """Wait for a checkpoint being written: publish it, or record an incident on OSError; remove old ones. Collective."""
+        """Publish the checkpoint being written, or record an incident on OSError; remove old ones. Collective."""
         if self.saving is not None:
             self._publish_written()
         self.pool.submit(lambda: None).result()  # and for the removal of old ones
