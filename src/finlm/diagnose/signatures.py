@@ -332,7 +332,7 @@ def concrete(findings: Sequence[Finding], path: Path, lang: str) -> list[Finding
 
 
 def _interface(run: Run, finding: Finding) -> tuple[str, str] | None:
-    """Return in English and Chinese how to set the interface of the finding's, else the first host; None without hosts."""
+    """Return in English and Chinese how to set the interface of the finding's host, else the first; None if none."""
     host = finding.host or next(iter(run.env), "")
     if not host:
         return None
