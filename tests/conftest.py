@@ -48,6 +48,7 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]
         return "cluster" if "/cluster/" in file else file
 
 
+@pytest.hookimpl(optionalhook=True)  # also with -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """pytest-xdist 3.8 does not see groups of marks under pytest 9.2, whose items keep their names elsewhere."""
     return ByFile(config, log)
