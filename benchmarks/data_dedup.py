@@ -102,6 +102,7 @@ def write_chunk(texts: list[str], directory: Path) -> documents.Chunk:
     encoded = [text.encode() for text in texts]
     index = np.zeros(len(texts), dtype=documents.INDEX)
     index["end"] = np.cumsum([len(text) for text in encoded])
+    index["characters"] = [len(text) for text in texts]
     path.write_bytes(b"".join(encoded))
     np.save(path.with_suffix(".npy"), index)
     return documents.Chunk(0, "source", path, slice(0, len(texts)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from finlm.corpus import clean, normalize
+from finlm.corpus import blocks, clean, normalize
 from finlm.recipe.schema_data import _OFF, Clean
 from finlm.world import writer
 
@@ -34,6 +35,12 @@ ODD = (
         "電話業務經過這個國家",
         "a     b",
         "\xa0\xa0x",
+        "x\xa0\ny",
+        "甲\xa0 \n\n\xa0\n\n乙",
+        "\r",
+        "\r\r\n",
+        "甲\0",
+        "\u2009",
     ),
     *("！！！！！！", "=====", "-", "(甲)", "甲,乙", "甲,", "甲;\n乙", "＋％", "（甲", "甲:"),
     *("责任编辑：张三\n正文", "正文\n\t来源： 新华社\n", "版权所有", "未经授权,不得转载", "点击阅读原文", "广告"),
@@ -79,6 +86,37 @@ def test_each_text_is_cleaned_as_if_it_were_alone(name: str, monkeypatch: pytest
     for rest in (["", "\u3000"], ["𠮷" * 10, ""], ["<br>", "  \n"]):  # nothing is left beside a text that fills a block
         texts = ["净利润，" * 50_000, *rest]
         assert clean_together(cleaner, texts) == [cleaner(text) for text in texts]
+
+
+def test_every_number_that_is_masked_alone_is_masked_in_a_block() -> None:
+    drawn = random.Random(4)
+    real = ("13812345678", "8613812345678", "110101199003070070", "6222021234567890123", "01012345678", "075512345678")
+    texts = []
+    for _ in range(6000):
+        number, text = drawn.choice(real), drawn.choice(("", "电话", "卡号", "身份证", "(", "+86 ", "12345678.90 "))
+        gaps = drawn.sample(range(17), drawn.choice((0, 1, 3)))
+        for place, digit in enumerate(number):
+            text += digit + (drawn.choice("    - —()）—+.,/X中") if place in gaps else "")
+        texts.append(text)
+    for name in ("default", "some"):
+        cleaner = clean.Cleaner(RULES[name])
+        expected = [cleaner(text) for text in texts]
+        assert clean_together(cleaner, texts) == expected
+        assert sum("号" in text and "[" in text for text, _ in expected) > 500
+
+
+def test_blocks_do_not_depend_on_which_flags_are_watched() -> None:
+    texts = [left + right for left in ODD for right in ODD]
+    (block, high), (spelling, same) = blocks.Block.of(texts), blocks.Block.of(texts, blocks.SPELLING)
+    assert high == same == [number for number, text in enumerate(texts) if max(text, default="") > "\uffff"]
+    texts = ["" if number in high else text for number, text in enumerate(texts)]
+    spelled = blocks.spell(block)
+    assert [spelled[number] for number in range(len(texts))] == [normalize.normalise(text) for text in texts]
+    assert spelled.text == blocks.spell(spelling).text
+    table = blocks._tables()[0]
+    for flag in (1 << bit for bit in range(16) if 1 << bit != blocks.IDEOGRAPH):  # kept up to date
+        for changed in (spelled, blocks.compress(spelled), blocks.convert_widths(spelled)):
+            assert changed.where(flag).tolist() == np.flatnonzero(table[changed.codes] & flag).tolist()
 
 
 def test_rules_do_not_run_on_texts_that_they_cannot_concern(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def chunks_of(texts: Sequence[str], directory: Path, sizes: Sequence[int]) -> li
         encoded = [text.encode() for text in texts[first : first + size]]
         index = np.zeros(len(encoded), dtype=documents.INDEX)
         index["end"] = np.cumsum([len(text) for text in encoded])
+        index["characters"] = [len(text) for text in texts[first : first + size]]
         path = directory / f"{number}.txt"
         path.write_bytes(b"".join(encoded))
         np.save(path.with_suffix(".npy"), index)

@@ -25,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, *parts: bytes) -> None:
+def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
     """Write the parts to path atomically (temporary file, fsync, rename), making missing parents. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")  # hosts may share a disk

@@ -289,7 +289,7 @@ def _keywords(path: str) -> frozenset[str]:
 
 
 _FEW = 2**12  # characters: below, each text is cleaned alone, without arrays
-_AT_ONCE = 2**17  # characters, whose arrays stay in the processor's cache
+_AT_ONCE = 2**18  # characters, whose arrays stay in the processor's cache
 
 Cleaned = tuple[bytes, int, str | None]  # (UTF-8 of the clean text, its characters, None), or (b"", 0, reason)
 
@@ -317,15 +317,12 @@ def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
 
     Changes are made in all texts at once where that is simple; other texts go through the rules one by one.
     """
-    alone, changed = dict[int, Cleaned](), dict[int, str]()  # by the text's index
+    changed = dict[int, str]()  # by the text's index
     rules, change = cleaner.rules, dict[str, Any](cleaner.changes)
     if cleaner.settings.html:
         texts = [normalize.strip_html(text) if "<" in text or "&" in text else text for text in texts]
-    block = blocks.Block.of(texts)
-    if len(block.codes) != block.limits[-1]:  # characters of two codes
-        rare = [number for number, text in enumerate(texts) if len(text.encode("utf-16-le")) > 2 * len(text)]
-        alone = {number: _encode(*cleaner.finish(normalise(texts[number]), rules)) for number in rare}
-        block = blocks.Block.of(["" if number in alone else text for number, text in enumerate(texts)])
+    block, high = blocks.Block.of(texts, blocks.ALL if rules else blocks.SPELLING)
+    alone = {number: _encode(*cleaner.finish(normalise(texts[number]), rules)) for number in high}
     spelled = block = blocks.spell(block)
     if not len(block.codes):
         return [alone.get(number) or _encode(*cleaner.finish("", rules)) for number in range(len(texts))]
@@ -341,8 +338,8 @@ def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
         places = (numbers[slice(*np.searchsorted(numbers, [begin, end]))] - begin).tolist()
         if number not in alone and (masked := change["mask"](text := block[number], places)) is not text:
             changed[number] = normalise(masked)
-    if "repeated_symbols" in rules and len(spelled.where(blocks.NO_BREAK)):  # blanks now, perhaps at the end of a line
-        block = blocks.spell(block)
+    if "repeated_symbols" in rules and (block.flags_at(block.where(blocks.LINE) - 1) & blocks.BLANK).any():
+        block = blocks.spell(block)  # no-break spaces at the end of a line are blanks now
     whole, limits = block.text, block.limits.tolist()
     cleaned: list[Cleaned] = [(whole[begin:end].encode(), end - begin, None) for begin, end in pairwise(limits)]
     concerned = dict(_find_concerned(block, cleaner) if cleaner.filters else ())
@@ -394,7 +391,8 @@ def _find_concerned(block: blocks.Block, cleaner: Cleaner) -> Iterator[tuple[str
         elif name == "max_symbols":
             yield name, enough & (others * (1 - settings.max_symbols) > settings.max_symbols * words)
         elif name == "min_chinese":
-            yield name, enough & (block.count(block.where(blocks.HAN)) < settings.min_chinese * size)
+            chinese = words - block.count(block.where(blocks.DIGIT | blocks.LETTER))
+            yield name, enough & (chinese < settings.min_chinese * size)
         elif name == "max_short_lines":
             text, begins, ends = block.lines()
             short, full = (

@@ -33,7 +33,7 @@ from finlm.corpus import documents, ngrams, normalize, perplexity
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import sources
 from finlm.corpus.workers import Arrays, ChunkTask, Context
-from finlm.rows.shards import within
+from finlm.rows.shards import unmix, within
 
 VERSION = 2
 GRAM = 6
@@ -120,7 +120,7 @@ class Index:
         self.unique, first = np.unique(hashes, return_index=True)
         self._first, self._buckets = np.append(first, len(hashes)), perplexity.Buckets(self.unique)
         self._maybe = np.zeros(1 << _TABLE_BITS, dtype=np.uint8)  # eight n-grams a byte
-        place, bit = _places(ngrams.unmix(self.unique).astype(np.uint32))
+        place, bit = _places(unmix(self.unique).astype(np.uint32))
         np.bitwise_or.at(self._maybe, place, bit)
 
     @classmethod

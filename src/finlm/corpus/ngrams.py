@@ -29,6 +29,7 @@ import numpy.typing as npt
 from finlm.corpus import documents
 from finlm.rows.shards import GOLDEN, mix
 
+Numbers = npt.NDArray[np.integer]
 _BMP = 1 << 16
 _BYTES_AT_ONCE = 2**18  # their arrays stay in the processor's cache
 
@@ -41,12 +42,16 @@ class Characters:
     starts: npt.NDArray[np.int64]  # [documents + 1]
 
 
-def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
+def characters(data: bytes, ends: Numbers, sizes: Numbers | None = None) -> Characters:
     """Return the code points of UTF-8 documents laid end to end, and where each document starts among them.
 
-    `ends` [documents] has the byte offset of each document's end. Raises UnicodeDecodeError if it is not UTF-8.
+    `ends` [documents] has the byte offset of each document's end; `sizes` the characters of each, where the caller need
+    not have them counted. Raises UnicodeDecodeError if it is not UTF-8.
     """
-    codes = np.frombuffer(data.decode("utf-8").encode("utf-32-le"), dtype="<u4")
+    text = data.decode("utf-8")
+    codes = np.array([text]).view(np.uint32)[: len(text)]  # copied by NumPy in half of the time that encoding takes
+    if sizes is not None:
+        return Characters(codes, np.append(0, np.cumsum(sizes, dtype=np.int64)))
     # A byte of the form 10xxxxxx, -128 to -65, continues a character. Searching takes a tenth of summing up.
     first = np.flatnonzero(np.frombuffer(data, dtype=np.int8) >= -64)
     return Characters(codes, np.searchsorted(first, np.concatenate(([0], np.asarray(ends, dtype=np.int64)))))
@@ -81,11 +86,15 @@ def hash_grams(text: Characters, n: int) -> Grams:
 
 def starts(text: Characters, n: int) -> npt.NDArray[np.int64]:
     """Return the ascending start positions, int64, of all windows of n characters that lie inside a single document."""
-    lengths = np.diff(text.starts)
     inside = np.ones(len(text.codes), dtype=np.bool_)
-    for back in range(1, n):  # the last n - 1 characters of a document begin none
-        inside[text.starts[1:][lengths >= back] - back] = False
+    inside[_crossing(text, n)] = False
     return np.flatnonzero(inside)
+
+
+def _crossing(text: Characters, n: int) -> npt.NDArray[np.int64]:
+    """Return the positions, some twice, at which a window of n characters would reach over a document's end."""
+    places = (text.starts[1:, None] - np.arange(1, n)).ravel()
+    return places[places >= 0]
 
 
 def windows(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
@@ -99,8 +108,7 @@ def windows(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
 def sums(codes: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
     """Return the polynomial in GOLDEN of every n consecutive codes, in their unsigned type: [codes - n + 1].
 
-    Empty for fewer than n codes. The sum of n codes is made of two of half as many: three multiplications for n of 5 or
-    6.
+    Empty for fewer than n codes. A sum is made of two of half as many codes: three multiplications for n of 5 or 6.
     """
     if len(codes) < n:
         return codes[:0]
@@ -116,7 +124,7 @@ def sums(codes: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
     return total
 
 
-def hash_at(codes: npt.NDArray[np.uint32], places: npt.NDArray[np.integer], n: int) -> npt.NDArray[np.uint64]:
+def hash_at(codes: npt.NDArray[np.uint32], places: Numbers, n: int) -> npt.NDArray[np.uint64]:
     """Return the hash of the n characters from each position on, uint64 [places], equal to that of windows()."""
     total = np.zeros(len(places), dtype=np.uint64)
     for back in range(n):
@@ -125,7 +133,7 @@ def hash_at(codes: npt.NDArray[np.uint32], places: npt.NDArray[np.integer], n: i
     return mix(total)
 
 
-def blocks(data: bytes, ends: npt.NDArray[np.integer]) -> Iterator[tuple[int, bytes, npt.NDArray[np.int64]]]:
+def blocks(data: bytes, ends: Numbers) -> Iterator[tuple[int, bytes, npt.NDArray[np.int64]]]:
     """Yield (index of the first document, UTF-8 bytes, end of each document in them) of data cut between documents.
 
     A block has at most 256 KiB; a longer document is a block by itself.
@@ -143,8 +151,7 @@ def _letters() -> npt.NDArray[np.uint16]:
     """Return a table [65536] with the lower case of each letter and digit, and 0 for everything else."""
     table = np.zeros(_BMP, dtype=np.uint16)
     for code in range(_BMP):
-        character = chr(code)
-        if character.isalnum():
+        if (character := chr(code)).isalnum():
             lower = character.lower()
             table[code] = ord(lower) if len(lower) == 1 else code
     return table
@@ -166,29 +173,29 @@ Keys = npt.NDArray[np.uint64]
 
 def sign_chunk(path: Path) -> Signatures:
     """Return the signatures of a chunk of the documents step (see sign_block); reads its .txt and .npy."""
-    return sign_block(path.read_bytes(), documents.read_index(path)["end"])
+    index = documents.read_index(path)
+    return sign_block(path.read_bytes(), index["end"], index["characters"])
 
 
-def sign_block(data: bytes, ends: npt.NDArray[np.integer]) -> Signatures:
+def sign_block(data: bytes, ends: Numbers, sizes: Numbers | None = None) -> Signatures:
     """Return the signatures of UTF-8 texts end to end, uint16 [documents, BINS]: zeros for a text without a 5-gram.
 
-    `ends` [documents] has the byte offset of each text's end.
+    `ends` and `sizes` are those of characters().
     """
     signatures = np.zeros((len(ends), BINS), dtype=np.uint16)
     for first, here, limits in blocks(data, ends):
-        if len(limits) > 1:
-            grams = hash_grams(words_only(characters(here, limits)), SHINGLE)
-            minima = _minima(grams.hashes, grams.document, len(limits))
+        these = slice(first, first + len(limits))
+        if len(limits) == 1:
+            signatures[these] = _densify(_long_document_minima(here))
         else:
-            minima = _long_document_minima(here)
-        signatures[first : first + len(limits)] = _densify(minima)
+            text = characters(here, limits, None if sizes is None else sizes[these])
+            signatures[these] = _densify(_minima(words_only(text)))
     return signatures
 
 
 def has_signature(signatures: Signatures) -> npt.NDArray[np.bool_]:
     """Return which rows belong to a document with at least one 5-gram: bool [documents]."""
-    signed: npt.NDArray[np.bool_] = (signatures != 0).any(axis=1)
-    return signed
+    return np.asarray((signatures != 0).any(axis=1))
 
 
 def band_keys(signatures: Signatures) -> Keys:
@@ -225,24 +232,27 @@ def _long_document_minima(data: bytes) -> npt.NDArray[np.uint32]:
         while end < len(data) and data[end] & 0xC0 == 0x80:  # within a character
             end += 1
         piece = data[start:end]
-        text = words_only(characters(piece, np.array([len(piece)])))
-        codes = np.concatenate((before, text.codes))
-        grams = hash_grams(Characters(codes, np.array([0, len(codes)])), SHINGLE)
-        minima = np.minimum(minima, _minima(grams.hashes, grams.document, 1))
+        codes = np.concatenate((before, words_only(characters(piece, np.array([len(piece)]))).codes))
+        minima = np.minimum(minima, _minima(Characters(codes, np.array([0, len(codes)]))))
         before, start = codes[1 - SHINGLE :], end
     return minima
 
 
-def _minima(hashes: npt.NDArray[np.uint64], document: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint32]:
-    """Return the smallest hash of each bin: uint32 [count, BINS], _EMPTY where a bin has no hash.
+def _minima(text: Characters) -> npt.NDArray[np.uint32]:
+    """Return the smallest hash of each bin, of each document's 5-grams: uint32 [documents, BINS].
 
-    `document` [hashes] is the index, below `count`, of the document of each hash.
+    It is _EMPTY where a bin has no hash.
     """
-    minima = np.full(count * BINS, _EMPTY, dtype=np.uint32)
+    lengths = np.diff(text.starts)
+    minima = np.full(len(lengths) * BINS, _EMPTY, dtype=np.uint32)
+    hashes = windows(text.codes, SHINGLE)
+    values = hashes.astype(np.uint32) & np.uint32(2**31 - 1)
+    crossing = _crossing(text, SHINGLE)
+    values[crossing[crossing < len(values)]] = _EMPTY
     bins = (hashes >> np.uint64(57)).astype(np.int64)
-    bins += document.astype(np.int64) * BINS
-    np.minimum.at(minima, bins, hashes.astype(np.uint32) & np.uint32(2**31 - 1))
-    return minima.reshape(count, BINS)
+    bins += np.repeat(np.arange(len(lengths)) * BINS, lengths)[: len(bins)]
+    np.minimum.at(minima, bins, values)
+    return minima.reshape(len(lengths), BINS)
 
 
 def _densify(minima: npt.NDArray[np.uint32]) -> Signatures:
@@ -389,16 +399,6 @@ class Catalog:
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             return np.memmap(path, dtype=dtype, mode="r", offset=file.tell(), shape=shape)
-
-
-def unmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the values that rows.shards.mix maps to these: its inverse, on uint64."""
-    plain: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
-    plain *= np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
-    plain ^= (plain >> np.uint64(27)) ^ (plain >> np.uint64(54))
-    plain *= np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
-    plain ^= (plain >> np.uint64(30)) ^ (plain >> np.uint64(60))
-    return plain
 
 
 _FEW = 4

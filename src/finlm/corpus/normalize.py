@@ -332,7 +332,7 @@ def make_masker(kinds: Collection[str]) -> Callable[..., str]:
     def mask(text: str, places: Sequence[int] | None = None) -> str:
         """Return the text with placeholders for its personal numbers.
 
-        `places` are the indexes, ascending, of all matches of _CANDIDATES, and perhaps others; None looks for them.
+        `places` has, ascending, at least an index in each number to replace; None looks for matches of _CANDIDATES.
         """
         if places is None:
             places = [match.start() for match in _CANDIDATES.finditer(shape(text))]

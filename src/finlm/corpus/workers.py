@@ -322,7 +322,7 @@ def _compute_and_save(work: Kept[Task]) -> None:
     """Compute a task's arrays and write them to its path as .npz, whole or not at all. Runs in a worker."""
     packed = io.BytesIO()
     np.savez(packed, **work.function(work.task))  # type: ignore[arg-type]  # of names that are no argument
-    files.write_bytes(work.path, packed.getvalue())
+    files.write_bytes(work.path, packed.getbuffer())
 
 
 def load_kept(work: Kept[Task]) -> Arrays:

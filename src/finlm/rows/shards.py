@@ -350,6 +350,16 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
+def unmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the values that mix maps to these: its inverse, on uint64."""
+    plain: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
+    plain *= np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
+    plain ^= (plain >> np.uint64(27)) ^ (plain >> np.uint64(54))
+    plain *= np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
+    plain ^= (plain >> np.uint64(30)) ^ (plain >> np.uint64(60))
+    return plain
+
+
 def within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return each element's index in its stretch, int64: 0 to counts[0] - 1, then 0 to counts[1] - 1, and so on."""
     ends = np.cumsum(counts)
