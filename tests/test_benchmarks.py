@@ -27,6 +27,7 @@ TOYS = {
         "finlm .* NUMBER CPU s",
         "batched .* CPU s",
         "per row .* CPU s",
+        *(f"{way} .* CPU s .* encoder alone NUMBER, share NUMBER" for way in ("bare", "near", "xuanyuan")),
     ),
     "data_rows.py": ("--length 256 --tokens 2048 --dialogues 200 --steps 3", "finlm +NUMBER ms", "trl +NUMBER ms"),
     "eval_choice.py": (
