@@ -230,8 +230,10 @@ def compress(block: Block) -> Block:
     first = np.flatnonzero(np.diff(blanks, prepend=-2) > 1)  # of each run
     sizes = np.diff(np.append(first, len(blanks)))
     begins = blanks[first]
+    begins, more = begins[sizes > 4], sizes[sizes > 4] - 4
     inside = ((block.flags_at(begins - 1) & (BLANK | LINE)) == 0) & ~block.is_limit(begins)
-    return block.remove(np.concatenate((fourth, blanks[(within(sizes) >= 4) & np.repeat(inside, sizes)])))
+    begins, more = begins[inside], more[inside]
+    return block.remove(np.concatenate((fourth, np.repeat(begins + 4, more) + within(more))))
 
 
 def find_boilerplate(block: Block) -> list[int]:

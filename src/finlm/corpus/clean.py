@@ -342,13 +342,24 @@ def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
         block = blocks.spell(block)  # no-break spaces at the end of a line are blanks now
     whole, limits = block.text, block.limits.tolist()
     cleaned: list[Cleaned] = [(whole[begin:end].encode(), end - begin, None) for begin, end in pairwise(limits)]
-    concerned = dict(_find_concerned(block, cleaner) if cleaner.filters else ())
-    for number in {*changed, *np.flatnonzero(sum(concerned.values(), np.zeros(len(texts)))).tolist()}:
-        text = changed.get(number) or block[number]
-        judges = [judge for name, judge in cleaner.filters if number in changed or concerned[name][number]]
-        reason = next(filter(None, (judge(text) for judge in judges)), None)
-        cleaned[number] = _encode("" if reason else text, reason)
+    for number, reason in _judge(cleaner, block):
+        cleaned[number] = b"", 0, reason
+    for number, text in changed.items():
+        cleaned[number] = _encode(text, None)
+    numbers = list(changed)
+    for place, reason in _judge(cleaner, blocks.Block.of(list(changed.values()))[0]) if changed else ():
+        cleaned[numbers[place]] = b"", 0, reason
     return [alone.get(number, each) for number, each in enumerate(cleaned)]
+
+
+def _judge(cleaner: Cleaner, block: blocks.Block) -> Iterator[tuple[int, str]]:
+    """Yield (index of the text, reason) for each text of the block that a filter of the cleaner drops."""
+    concerned = dict(_find_concerned(block, cleaner) if cleaner.filters else ())
+    for number in np.flatnonzero(sum(concerned.values(), np.zeros(len(block.limits) - 1))).tolist():
+        judges = (judge for name, judge in cleaner.filters if concerned[name][number])
+        reason = next(filter(None, (judge(block[number]) for judge in judges)), None)
+        if reason is not None:
+            yield number, reason
 
 
 def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> blocks.Bools:
