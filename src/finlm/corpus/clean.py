@@ -346,9 +346,9 @@ def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
         cleaned[number] = b"", 0, reason
     for number, text in changed.items():
         cleaned[number] = _encode(text, None)
-    numbers = list(changed)
+    order = list(changed)
     for place, reason in _judge(cleaner, blocks.Block.of(list(changed.values()))[0]) if changed else ():
-        cleaned[numbers[place]] = b"", 0, reason
+        cleaned[order[place]] = b"", 0, reason
     return [alone.get(number, each) for number, each in enumerate(cleaned)]
 
 
