@@ -115,7 +115,10 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _zero(recipe: Recipe, plan: Plan) -> Settings:
-    """Return the section zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++."""
+    """Return the section zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++.
+
+    Raises UserError for an unknown model type.
+    """
     sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
     zero: Settings = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
@@ -168,7 +171,10 @@ def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Settings) -> Sett
 
 
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
-    """Return the elements of an NVMe buffer, a multiple of 2**20 that fits a rank's partition of every parameter."""
+    """Return the elements of an NVMe buffer, a multiple of 2**20 that fits a rank's partition of every parameter.
+
+    Raises UserError for an unknown model type.
+    """
     model = shape.of(recipe, plan.vocab_size)
     largest = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes)
     unit = 2**20

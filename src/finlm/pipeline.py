@@ -282,7 +282,7 @@ def find_unfinished(t: Training) -> None:
 
 
 def check_labels(t: Training) -> None:
-    """Check dialogues' labels, print the findings and add them to t.findings; nothing when pretraining or trained."""
+    """Print findings on labels, add them to t.findings; not if pretraining or trained. Raises as lint.check() does."""
     if t.recipe.stage != "pretrain" and not t.is_trained:
         findings = lint.check(t.recipe, t.shards)
         lint.print_findings(findings, t.shards)
@@ -364,7 +364,7 @@ def gather_checkpoint(t: Training) -> None:
 
 
 def export_model(t: Training) -> None:
-    """Write the last checkpoint to export/ as a Hugging Face model, unless it exists; append an `export` event."""
+    """Unless export/ exists, export the last checkpoint to it; append an `export` event. Raises as export() does."""
     from finlm.inference import export  # loads torch
 
     if not t.run.export.exists():
@@ -403,7 +403,7 @@ def ask_questions(t: Training) -> None:
 def check_expectations(t: Training) -> None:
     """Compare the run with the recipe's expect: (if set) and with its plan; append `expect` and `prediction` events.
 
-    Sets t.outcome if the recipe has expect:. Saves the GPU's speed for later plans (record_prediction).
+    Sets t.outcome if the recipe has expect:. Saves speeds and raises as record_prediction() does.
     """
     if t.recipe.expect is not None:
         t.outcome = expectations.check_expectations(t.run, t.recipe.expect)

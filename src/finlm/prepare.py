@@ -159,7 +159,7 @@ def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, object]:
 def warnings(recipe: Recipe, shards: Shards | None) -> list[str]:
     """Return a list with one sentence if dialogue rows are longer than the start model's context, else an empty list.
 
-    Rows are counted in the shards; without shards batch.sequence_length is compared.
+    Rows are counted in the shards, else batch.sequence_length is compared. Raises NotJson for a damaged config.json.
     """
     if recipe.stage == "pretrain":
         return []

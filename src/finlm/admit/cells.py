@@ -77,7 +77,7 @@ class Case:
 
 
 def attention_of(config: Any) -> str:
-    """Return the attn_implementation that trains a configuration's model on a CPU without document masks."""
+    """Return the attn_implementation to train a model on a CPU, no document masks. Raises as has_sinks() does."""
     sinks = has_sinks(config)
     return batches.attention_implementation("cpu", torch.float32, sinks) if sinks else plain_attention(config)
 

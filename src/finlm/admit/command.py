@@ -177,7 +177,7 @@ def examine(
 
 
 def _has_template(directory: Path) -> bool:
-    """Return whether a model directory has a tokenizer with a chat template; a base model's has none."""
+    """Return whether a tokenizer with a chat template is here. Raises NotJson for a damaged tokenizer_config.json."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return False
     settings = directory / "tokenizer_config.json"
@@ -327,7 +327,7 @@ class Runs:
 
 @contextmanager
 def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
-    """Make this process treat the type as admitted, with this row, in the block; replaces traits.records."""
+    """Treat the type as admitted, with this row, in the block: replaces traits.records. Raises what that raises."""
     known = dict(traits.records())
     former, traits.records = traits.records, lambda: known | {model_type: row}  # type: ignore[assignment]
     try:

@@ -193,6 +193,7 @@ def _describe_peer(host: Host, is_here: bool) -> links.Peer:
     """Return a host's name, the addresses (no loopback) at which others try it in order, and an ssh login to it.
 
     Looks its name up in DNS; `is_here` says that it is this machine. A name that cannot be resolved adds no address.
+    Raises UserError if it is no host name.
     """
     ways = [host.access.address or host.name]
     known = host.name if is_here else ssh.address(host.destination)

@@ -423,7 +423,7 @@ def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
     """Return a clause to add behind an error's fix, often beginning with "or": what to do without the hosts `lost`.
 
     It depends on the checkpoints that are whole on this machine or in a neighbour's memory. `damaged` is a step that
-    cannot be used, 0 for none. Reads the run's events, manifests and plan.
+    cannot be used, 0 for none. Reads the run's events, manifests and plan. Raises NotJson for a damaged plan.json.
     """
     names, them = " and ".join(lost), "it" if len(lost) == 1 else "them"
     in_memory, step = run.recorded_in_memory(), whole_step(run, damaged)

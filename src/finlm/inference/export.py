@@ -104,6 +104,7 @@ def _merge_start_config(config: dict[str, Any], model: Model) -> dict[str, Any]:
     """Return `config` with the fields that only the start's config.json has, and RoPE also as before transformers 5.
 
     Of other fields `config` has the last word, but dropouts are the start's. A model from scratch only gets the RoPE.
+    Raises UserError for an unknown model type.
     """
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:
@@ -317,7 +318,7 @@ _STAGES = {
 def card_text(trained: Trained, directory: Path) -> str:
     """Return the text of the model card (README.md) for an export whose other files are in `directory` already.
 
-    Reads the run's manifest.json, which must exist, and its events.
+    Reads the run's manifest.json, which must exist, and its events. Raises NotJson if it is damaged.
     """
     plan, recipe = trained.plan, trained.recipe
     task = "text-classification" if recipe.stage == "reward" else "text-generation"
@@ -423,7 +424,7 @@ def _task_lines(trained: Trained, step: int) -> Iterator[str]:
 
 
 def _origin_lines(trained: Trained) -> Iterator[str]:
-    """Yield the card's section on origin: hardware, and what the run's manifest.json, which must exist, knows of it."""
+    """Yield the card's section on origin: hardware, and what manifest.json knows. Raises NotJson if that is damaged."""
     manifest = files.read_json(trained.run.manifest)
     code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
     git = code.get("git") or {}

@@ -355,7 +355,8 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
 def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:
     """Write `smaller` and its DeepSpeed settings to the run; keep `plan` as plan.N.json; print and record the change.
 
-    `step` is the last finished step, for the `incident` event.
+    `step` is the last finished step, for the `incident` event. May raise as config.deepspeed_settings() does, after
+    both plans are written.
     """
     number = len(run.former_plans) + 1
     keys = ", ".join(f"{key}: {new} instead of {old}" for key, (old, new) in changed_keys(plan, smaller).items())

@@ -206,7 +206,8 @@ def _explain_lost_host(
 ) -> RunFailed | None:
     """Return the failure of a host, agent or launcher that ended without an exit of its ranks; None if there is none.
 
-    With `ranks_failed`, 5 s of silence are enough to blame a host. `words` describes the run's progress.
+    With `ranks_failed`, 5 s of silence are enough to blame a host. `words` describes the run's progress. Raises NotJson
+    for a damaged plan.json.
     """
     for session in sessions:
         silent = now - session.heard > (5 if ranks_failed else session.patience)
@@ -271,7 +272,7 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
     """Return the failure of a host that is silent or whose agent is gone, after asking it over ssh (up to 10 s).
 
     If it answers, as this machine always does, its agent or the connection was ended; else the failure is marked
-    is_gone. `words` describes the run's progress.
+    is_gone. `words` describes the run's progress. Raises NotJson for a damaged plan.json.
     """
     ranks = (
         f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"

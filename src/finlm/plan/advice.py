@@ -323,7 +323,7 @@ def _shorter_rows(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterato
 def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
     """Yield at most one sentence: the known GPU kind with the least memory that would do in every host.
 
-    It has more memory than all present GPUs and is at least as new.
+    It has more memory than all present GPUs and is at least as new. Raises PlanError for an unknown GPU kind.
     """
     kinds = [gpus.find(host.gpu) for host in cluster.hosts if host.gpu]
     least, newest = (max((getattr(gpu, n) for gpu in kinds), default=0) for n in ("memory_bytes", "compute_capability"))
@@ -378,7 +378,7 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
     """Return up to 5 changes that make training at least 5 % faster, best first; [] if `chosen` has no predicted speed.
 
     `fastest` returns the candidate that the planner takes for a recipe on a cluster, None if nothing fits. Of changes
-    that bring the same, returns the first.
+    that bring the same, returns the first. Raises PlanError for an unknown GPU kind.
     """
     now = chosen.tokens_per_second
     if now is None:
@@ -416,7 +416,7 @@ def _possible_changes(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, R
     """Yield (text, recipe, cluster) for each change that might make training faster, with the change made.
 
     `{settings}` in the text stands for the planner's choices. Only that change, and those of the number of hosts, set
-    the recipe's planner choices to auto.
+    the recipe's planner choices to auto. Raises PlanError for an unknown GPU kind.
     """
     free = search.relax_recipe(recipe)
     if free != recipe:

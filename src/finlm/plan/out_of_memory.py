@@ -87,7 +87,8 @@ def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, 
 
     `plan` ran out of memory; `taken` has the figures of the ranks that failed, by host. `former` is how many plans of
     this run ran out of memory before; with each the new plan leaves more room, if one can. The result's
-    gpu_memory_bytes are those of the smallest device, not the limit that it was planned with.
+    gpu_memory_bytes are those of the smallest device, not the limit that it was planned with. Raises UserError for an
+    unknown model type.
     """
     shape = shape_of(recipe, plan.vocab_size)
     recipe = search.as_planned(recipe, plan.asynchronous_checkpoints)

@@ -134,7 +134,7 @@ def _describe_need(candidate: Candidate) -> str:
 
 
 def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[str]:
-    """Yield sentences about what the plan allows but the user should know."""
+    """Yield sentences about what the plan allows but the user should know. Raises PlanError for an unknown GPU kind."""
     layout, lr = chosen.layout, recipe.optim.lr
     if layout.precision == "fp16" and lr > FP16_SAFE_LR:
         yield (
@@ -166,7 +166,10 @@ def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[st
 
 
 def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
-    """Return in words the rows and seconds of each kind of rank, and the slowest kind."""
+    """Return in words the rows and seconds of each kind of rank, and the slowest kind.
+
+    Raises PlanError for an unknown GPU kind.
+    """
     each = {
         (gpus.find(host.gpu or "").name, rows): seconds
         for host, rows, seconds in zip(cluster.hosts, chosen.micro_batches, chosen.micro_step_seconds, strict=True)
@@ -293,7 +296,8 @@ def _with_reference(
 ) -> Plan:
     """Return the plan with the time and reason of DPO's scoring of `pairs` pairs by the reference.
 
-    Returns `made` unchanged for other stages, for ORPO, and without a predicted speed.
+    Returns `made` unchanged for other stages, for ORPO, and without a predicted speed. Raises PlanError for an unknown
+    GPU kind.
     """
     if recipe.dpo is None or recipe.dpo.loss == "orpo" or made.days is None:
         return made
@@ -346,7 +350,10 @@ def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | 
 def _plan(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, steps: int, reasons: tuple[str, ...]
 ) -> Plan:
-    """Return the Plan of the chosen candidate for `steps` steps; `reasons` are its sentences."""
+    """Return the Plan of the chosen candidate for `steps` steps; `reasons` are its sentences.
+
+    Raises PlanError for an unknown GPU kind.
+    """
     layout = chosen.layout
     rows = search.rows_per_micro_step(chosen.micro_batches, cluster)
     tokens_per_step = rows * layout.sequence_length * chosen.accumulation

@@ -167,7 +167,7 @@ def as_planned(recipe: Recipe, asynchronous: bool) -> Recipe:
 
 
 def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> float:
-    """Return the seconds of a forward pass over one micro-batch of every rank; the slowest GPU counts. Needs GPUs."""
+    """Return the seconds of a forward pass of a micro-batch on the slowest GPU. PlanError without a known GPU kind."""
     padded = dataclasses.replace(shape, vocab=shape.padded_vocab)
     return max(
         speed.forward_seconds(padded, dataclasses.replace(chosen.layout, micro_batch=rows), gpus.find(host.gpu or ""))
@@ -221,7 +221,7 @@ def candidates(
 def _micro_batches(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, rows_per_step: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (micro-batch of each host, micro-steps): the recipe's, else equal ones, and balanced ones on mixed GPUs."""
+    """Yield (each host's micro-batch, micro-steps): given, else equal, balanced on mixed GPUs. May raise PlanError."""
     given = given_micro_batches(recipe, cluster)
     if given is not None:
         yield given, max(1, round(rows_per_step / rows_per_micro_step(given, cluster)))
@@ -268,7 +268,7 @@ def predict(
 ) -> Candidate:
     """Return the Candidate of a layout, with predicted memory and speed on this cluster; micro_batches are the hosts'.
 
-    The layout's own micro-batch does not count. Speed is None on CPU.
+    The layout's own micro-batch does not count. Speed is None on CPU. Raises PlanError for an unknown GPU kind.
     """
     if layout.device == "cuda":
         shape = dataclasses.replace(shape, vocab=shape.padded_vocab)

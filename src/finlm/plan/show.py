@@ -33,7 +33,10 @@ from finlm.recipe.schema import Recipe
 
 
 def print_plan(made: Plan, loaded: Loaded) -> None:
-    """Print to stdout the plan's decisions, memory, time and reasons; and which hosts may fail."""
+    """Print to stdout the plan's decisions, memory, time and reasons; and which hosts may fail.
+
+    Raises UserError for an unknown model type.
+    """
     screen.heading(f"plan of {loaded.path}")
     lost = advice.losable_hosts(loaded.recipe, shapes.of(loaded.recipe, made.vocab_size), made)
     for name, value in [*rows(made), *([("may fail", lost)] if lost else [])]:
@@ -172,7 +175,7 @@ def consult(
     """Return the plan's advice, its best candidates and what would be faster; only advice on CPU or when nothing fits.
 
     `epoch_tokens` are the tokens of one epoch of the prepared data, None if unknown. `price` is that of a GPU-hour,
-    None for the recipe's.
+    None for the recipe's. Raises UserError for an unknown model type, PlanError for an unknown GPU kind.
     """
     shape = shapes.of(recipe, plan.vocab_size)
     chosen = planner.fastest(recipe, cluster, shape)

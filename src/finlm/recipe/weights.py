@@ -148,7 +148,10 @@ def check_weights(recipe: Recipe) -> None:
 
 
 def text_alone(model: Model) -> Iterator[str]:
-    """Yield a sentence if the start of a recipe's model reads more than text, of which its text decoder is trained."""
+    """Yield a sentence if the start of a recipe's model reads more than text, of which its text decoder is trained.
+
+    Raises UserError for a damaged config.json.
+    """
     named = model.init_from
     path = None if named is None or parents.is_recipe(named) else config_json.cached_config_path(named, model.revision)
     if path is None:
@@ -308,6 +311,7 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
     """Yield a sentence for each tensor that is missing, of another shape than config.json says, or unknown.
 
     Yields nothing for a type that is not admitted. Experts' tensors are not checked: older files have them one by one.
+    Raises UserError if the user's file of model types is damaged.
     """
     row = traits.records().get(str(config.get("model_type")))
     if row is None:
@@ -367,7 +371,7 @@ def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list
     """Return sentences about layers that lack tensors, surplus layers, and embeddings that config.json does not fit.
 
     Ignores num_nextn_predict_layers layers after the last, and the tensors in which a type's kinds of layers differ.
-    Returns [] if the tensors' names have no layers.
+    Returns [] if the tensors' names have no layers. Raises UserError if the user's file of model types is damaged.
     """
     layers: dict[int, set[str]] = {}
     count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))

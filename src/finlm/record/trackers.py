@@ -111,6 +111,7 @@ def open_trackio(run: RunDir, wanted: Recipe) -> Tracker:
     """Open the local trackio store (TRACKIO_DIR) and return the Tracker of this run.
 
     First deletes a former run of this name in the project record.project. `trackio show --project PROJECT` shows it.
+    Raises NotJson for a damaged plan.json.
     """
     import trackio
 
@@ -178,7 +179,10 @@ def metrics(row: Row) -> dict[str, float]:
 
 
 def _config(run: RunDir, wanted: Recipe) -> dict[str, object]:
-    """Return recipe and plan as a dict for a tracker, without credentials, names of machines and the plan's reasons."""
+    """Return recipe and plan as a dict for a tracker, without credentials, names of machines and the plan's reasons.
+
+    Raises NotJson for a damaged plan.json.
+    """
     plan = {key: value for key, value in files.read_json(run.plan).items() if key not in ("hosts", "reasons")}
     return {"recipe": for_publication(wanted).model_dump(mode="json"), "plan": plan, "run": run.path.name}
 

@@ -106,7 +106,7 @@ class DialogueRows(PackedRows):
     def supervised(self, rows: npt.NDArray[Any]) -> int:
         """Return how many labels of these rows are not -100; with `padding`, labels of that id included.
 
-        Reads the masks, and with `padding` the tokens.
+        Reads the masks, and with `padding` the tokens. Raises IndexError for a row that does not exist.
         """
         if self.padding is not None:
             return int((self.read(rows)[1] != IGNORED).sum())
@@ -115,7 +115,8 @@ class DialogueRows(PackedRows):
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
         """Return inputs and next-token labels, each int64 [len(rows), T].
 
-        The label is -100 where nothing is learnt, unless the rows have `padding`.
+        The label is -100 where nothing is learnt, unless the rows have `padding`. Raises IndexError for a row that does
+        not exist.
         """
         batch = self._batch(rows)
         tokens, learnt = self._tokens(batch), self._learnt_mask(batch)

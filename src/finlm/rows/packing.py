@@ -137,8 +137,8 @@ class PackedRows:
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
         """Return inputs and next-token labels, each int64 [len(rows), T].
 
-        The last token of a piece has the label -100. A block is one piece, so its labels cross documents. At the unused
-        end of a row, inputs are 0 and labels -100.
+        The last token of a piece has the label -100. A block is one piece, so its labels cross documents. Unused ends
+        have inputs 0, labels -100. Raises IndexError for a row that does not exist.
         """
         batch = self._batch(rows)
         tokens = self._tokens(batch)
@@ -158,7 +158,7 @@ class PackedRows:
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
         """Return (shard, first token in it, number of tokens) of each stretch of a row, in order; none is cut to T + 1.
 
-        A piece that crosses into the next shard gives two.
+        A piece that crosses into the next shard gives two. Raises IndexError for a row that does not exist.
         """
         (row,) = check_ids(np.array([row]), len(self)).tolist()
         part = slice(int(self._pieces.first[row]), int(self._pieces.first[row + 1]))

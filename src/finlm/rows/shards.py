@@ -158,11 +158,17 @@ class Rows:
         return int(np.minimum(left, self.sequence_length).sum())
 
     def tokens_read(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many inputs of these rows are tokens, not padding; reads no tokens."""
+        """Return how many inputs of these rows are tokens, not padding; reads no tokens.
+
+        Raises IndexError for a row that does not exist.
+        """
         return self.supervised(rows)
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T]; past a shard's last label 0 and -100."""
+        """Return inputs and next-token labels, each int64 [len(rows), T]; past a shard's last label 0 and -100.
+
+        Raises IndexError for a row that does not exist.
+        """
         length = self.sequence_length
         inputs = np.zeros((len(rows), length), dtype=np.int64)
         labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
@@ -174,7 +180,10 @@ class Rows:
         return inputs, labels
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding."""
+        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding.
+
+        Raises IndexError for a row that does not exist.
+        """
         length = self.sequence_length
         shard, row = self._locate(rows)
         start = row * length

@@ -224,7 +224,7 @@ def _wait_for_checkpoint(d: Drill, since: float, end: float) -> bool:
 
 
 def _list_hosts(run: RunDir, hosts: Cluster) -> list[Host]:
-    """Return the hosts or spares of `hosts` that the run's plan has ranks on now."""
+    """Return the hosts or spares of `hosts` that the run's plan has ranks on now. Raises the errors of Plan.read()."""
     names = set(Plan.read(run.plan).rank_hosts)
     return [host for host in (*hosts.hosts, *hosts.spares) if host.name in names]
 

@@ -90,7 +90,7 @@ def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Run
     """Return the newest unfinished run below `runs` of the same recipe, plan and data, else None; may print about it.
 
     hosts: and launch: may differ, and the plan may be one that ran out of memory there. A run whose training is done
-    needs only the same training: exports, evals and reports may be configured in another way now.
+    needs only the same training: exports, evals and reports may differ. Raises NotJson for a damaged plan.N.json.
     """
     for run, former, planned in _list_same_data(wanted, shards, runs):
         if run.is_trained():
@@ -370,7 +370,7 @@ def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) ->
 
 
 def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
-    """Return the settings that trained what a recipe starts from; None from scratch, or if they are not known."""
+    """Return the settings that trained a recipe's start; None from scratch or if unknown. Raises what `load` raises."""
     init_from = wanted.model.init_from
     if init_from is None or not parents.is_recipe(init_from):
         start = parents.start_of(wanted)

@@ -212,7 +212,10 @@ def check_gigatoken(model: Path) -> str:
 
 
 def _read_proven(model: Path) -> str:
-    """Return the settings that check_gigatoken() kept for this file and these versions of the encoders, or ""."""
+    """Return the settings that check_gigatoken() kept for this file and these versions of the encoders, or "".
+
+    Raises NotJson if the file that has them is damaged.
+    """
     kept = model.with_name(PROVEN)
     proven = files.read_json(kept) if kept.is_file() else {}
     return str(proven["settings"]) if proven and proven["of"] == _identify(model) else ""

@@ -45,7 +45,8 @@ SHAPE = (
 def model_config(recipe: Settings, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
     """Return the transformers configuration of the recipe's model, with the vocabulary before padding.
 
-    Has no dropout, use_cache False, and the context length of context_length().
+    Has no dropout, use_cache False, and the context length of context_length(). Raises UserError for an unknown model
+    type.
     """
     values = {
         **traits.without_dropout(config_of(recipe.model)),
@@ -131,8 +132,9 @@ def _from_scratch(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrai
 def plain_attention(config: PreTrainedConfig) -> str:
     """Return the attn_implementation for attention that does not keep the documents of a row apart.
 
-    "eager" when the config has attn_logit_softcapping or the type sinks, which SDPA ignores; batches.PADDED, which
-    pads value heads, when they are smaller than key heads; else "sdpa".
+    "eager" when the config has attn_logit_softcapping or the type sinks, which SDPA ignores; batches.PADDED, which pads
+    value heads, when they are smaller than key heads; else "sdpa". Raises UserError if the user's file of model types
+    is damaged.
     """
     if getattr(config, "attn_logit_softcapping", None) or has_sinks(config):
         return "eager"
@@ -141,13 +143,19 @@ def plain_attention(config: PreTrainedConfig) -> str:
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:
-    """Return whether the heads of this model type have sinks: a further logit in the softmax of each head."""
+    """Return whether the heads of this model type have sinks: a further logit in the softmax of each head.
+
+    Raises UserError if the user's file of model types is damaged.
+    """
     row = traits.records().get(config.model_type)
     return row is not None and traits.SINKS in row.layer
 
 
 def _attention(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one."""
+    """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one.
+
+    Raises UserError if the user's file of model types is damaged.
+    """
     plain, sinks = plain_attention(config), has_sinks(config)
     if not sinks and (plain == "eager" or not recipe.data.document_masks):
         return plain
@@ -159,7 +167,7 @@ def attention_kernel(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> 
     """Return the kernel that attention takes in training: varlen, flash, efficient, cudnn or math.
 
     Call it within kernels.attention_backends(plan). On rank 0, prints a warning when a GPU has to take math in place of
-    a fused kernel.
+    a fused kernel. Raises UserError if the user's file of model types is damaged.
     """
     name = _attention(recipe, plan, config)
     if name == batches.NAME:
@@ -330,7 +338,7 @@ def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
     """Return (number of ids before the extension, the old ids that spell each new piece) of an extended tokenizer.
 
     `tokenizer` is a tokenizer.model, or a tokenizer.json with extension.json beside it. If it was not extended, the
-    list is empty and the number may be 0.
+    list is empty and the number may be 0. Raises NotJson if a JSON file is damaged.
     """
     if tokenizer.suffix == ".json":
         return _json_spellings(tokenizer)
@@ -346,7 +354,7 @@ def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
 def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
     """Return (number of ids before the extension, the old ids that spell each new piece) of a tokenizer.json.
 
-    Reads extension.json beside it; without that file returns (0, []).
+    Reads extension.json beside it; without that file returns (0, []). Raises NotJson if one is damaged.
     """
     path = tokenizer.with_name("extension.json")
     if not path.is_file():

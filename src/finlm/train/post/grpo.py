@@ -77,7 +77,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     @cached_property
     def order(self) -> Order:
-        """The endless order of prompts, by train.seed; order[positions], both arrays, are indices of prompts."""
+        """The endless order of prompts, by train.seed; order[positions], both arrays, are indices of prompts.
+
+        Raises ValueError without prompts.
+        """
         return Order(len(self.prompts), self.rank.recipe.train.seed)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:

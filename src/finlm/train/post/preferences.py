@@ -54,7 +54,10 @@ class PairTrainer(Recorded):
 
     @cached_property
     def order(self) -> Order:
-        """The endless order of pairs, by train.seed; order[positions], both arrays, are indices of pairs."""
+        """The endless order of pairs, by train.seed; order[positions], both arrays, are indices of pairs.
+
+        Raises ValueError without pairs.
+        """
         return Order(len(self.pairs), self.rank.recipe.train.seed)
 
     @cached_property

@@ -53,7 +53,8 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     def __init__(self, r: Rank[Recipe], batches: Batches, model: torch.nn.Module, **given: Any) -> None:
         """Make trl's trainer, then replace its model's loss by kernels.swap_loss, which also gives each row's loss.
 
-        With sft.hide_eos, every </s> is hidden from attention (hide_end_tokens). `given` goes to SFTTrainer.
+        With sft.hide_eos, every </s> is hidden from attention (hide_end_tokens). `given` goes to SFTTrainer. Raises
+        UserError if the user's file of model types is damaged.
         """
         self.batches = batches
         self.by_source = BySource(batches.rows.source_ranges(), r.device)

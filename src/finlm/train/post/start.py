@@ -135,7 +135,10 @@ def load_model(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedCo
 
 
 def lora_config(recipe: Recipe) -> Any:
-    """Return peft's LoraConfig of the recipe's adapters; None when the recipe trains every weight."""
+    """Return peft's LoraConfig of the recipe's adapters; None when the recipe trains every weight.
+
+    Raises UserError for an unknown model type.
+    """
     if recipe.lora is None:
         return None
     from peft import LoraConfig
@@ -252,7 +255,8 @@ def swap_head(model: Any, vocab_size: int) -> None:
     """Make model(...).log_probs those of the labels, as trl's own head gives them; call it after trl has set its head.
 
     Replaces the forward of `model` and of its lm_head in place. trl's head is slow on CPUs: it scores every position,
-    prompts too, in slices of 32,768 tokens, which is ten times the work here.
+    prompts too, in slices of 32,768 tokens, which is ten times the work here. Raises UserError if the user's file of
+    model types is damaged.
     """
     model.lm_head.forward = partial(_head_log_probs, model.lm_head, vocab_size, traits.head_of(model.config.to_dict()))
     model.forward = partial(_forward_log_probs, model)
@@ -357,7 +361,8 @@ def score_answers_alone() -> None:
 def refer_to_text(model: Model) -> None:
     """Patch trl, for the process, to load only the text decoder as the reference, where it would load the whole start.
 
-    Does nothing if `model`, the recipe's section, starts from a model that reads nothing but text.
+    Does nothing if `model`, the recipe's section, starts from a model that reads nothing but text. Raises UserError for
+    a damaged config.json of the start.
     """
     from trl.trainer import grpo_trainer  # takes seconds, and only GRPO needs it
 

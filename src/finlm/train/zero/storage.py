@@ -417,7 +417,7 @@ def _reshard_stage_3(parameters: list[Any], shards: Shards, rank: int, world_siz
 
 
 def has_groups(engine: Any, model_states: Path) -> bool:
-    """Return whether the file `model_states` has the engine's parameter groups, by name and order; versions differ."""
+    """Return whether `model_states` has the engine's parameter groups, by name and order. Raises as load() does."""
     saved = load(model_states, mmap=True)["param_shapes"]
     return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
 
