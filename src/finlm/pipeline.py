@@ -373,7 +373,7 @@ def export_model(t: Training) -> None:
 
 
 def write_sample(t: Training) -> None:
-    """Append a `sample` event with what the exported model writes after PROMPT; do nothing for a reward model."""
+    """Append a `sample` event: the export's text after PROMPT; not for reward models. Raises as sample_text()."""
     from finlm.inference import export  # loads torch
 
     if t.recipe.stage != "reward":

@@ -67,7 +67,7 @@ def check_engine(recipe: Recipe) -> None:
 
 @contextmanager
 def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new_keys: bool) -> Iterator[Engine | None]:
-    """Yield a RayEngine for data.engine ray, else None; it starts or joins Ray at first use and ends with the block."""
+    """Yield a RayEngine for data.engine ray, else None; its first use starts or joins Ray, or raises UserError."""
     if recipe.data.engine == "local":
         yield None
         return
@@ -290,7 +290,7 @@ _CONTROL = str.maketrans({code: f"\\x{code:02x}" for code in (*range(9), *range(
 
 
 def run_tokens(recipe: Recipe, shards: Shards) -> int:
-    """Return how many tokens the run reads, by train.steps, tokens or epochs, before rounding to whole steps."""
+    """Return the tokens that the run reads (train.steps, tokens or epochs), unrounded. Raises as open_rows() does."""
     train, step = recipe.train, recipe.batch.tokens_per_step
     if train.steps is not None:
         return train.steps * step
@@ -300,13 +300,13 @@ def run_tokens(recipe: Recipe, shards: Shards) -> int:
 
 
 def run_rows(recipe: Recipe, shards: Shards) -> int:
-    """Return how many rows the run reads: in whole steps of batch.tokens_per_step, rounded down, but at least one."""
+    """Return the rows that the run reads, in whole steps, rounded down, at least one. Raises as open_rows() does."""
     step = recipe.batch.tokens_per_step
     return max(1, run_tokens(recipe, shards) // step) * step // recipe.batch.sequence_length
 
 
 def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
-    """Return the tokens of an epoch: all training rows as full, times recipe.uses_of_row. Build a missing index."""
+    """Return an epoch's tokens: all rows as full, times recipe.uses_of_row. Builds and raises as open_rows() does."""
     return len(dialogues.open_rows(shards, recipe)) * recipe.uses_of_row * recipe.batch.sequence_length
 
 

@@ -163,12 +163,12 @@ class Asked(dict[str, str]):
 
 
 def _run(board: pages.Board, ask: Asked) -> Page:
-    """Return the page of the run that the address names. Raises Missing if there is none."""
+    """Return the page of the run that the address names. Raises as pages.run() does."""
     return pages.run(board, ask["name"], ask["lang"])
 
 
 def _compare(board: pages.Board, ask: Asked) -> Page:
-    """Return the page that compares the runs that the query names. Raises Missing if one does not exist."""
+    """Return the page that compares the runs that the query names. Raises as pages.compare() does."""
     return pages.compare(board, ask.getlist("run"))
 
 

@@ -276,7 +276,7 @@ def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
-    """Return the configuration that was trained, its vocabulary without padding; None if an older finlm saved none."""
+    """Return the trained configuration, vocabulary unpadded; None if an older finlm saved none. Raises as load()."""
     file = checkpoint / "loop_rank_0.pt"
     values = storage.load(file).get("config") if file.is_file() else None
     if values is None:

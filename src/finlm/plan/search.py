@@ -363,7 +363,7 @@ def threads(recipe: Recipe) -> int:
 
 
 def device_memory(host: Host) -> int | None:
-    """Return the usable bytes of a GPU of the host, or of a CPU rank; None if unknown. Host.device_bytes come first."""
+    """Return Host.device_bytes, else a GPU's or CPU rank's usable bytes, or None. PlanError for an unknown GPU."""
     if host.device_bytes is not None:
         return host.device_bytes
     if host.gpu is not None:

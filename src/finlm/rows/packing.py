@@ -131,7 +131,7 @@ class PackedRows:
         return int(batch.length.sum()) - len(batch.length)
 
     def tokens_read(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many inputs of these rows are tokens, not padding; reads no tokens."""
+        """Return how many inputs of these rows are no padding; reads no tokens. Raises IndexError for unknown rows."""
         return int(self._batch(rows).filled[:, :-1].sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
@@ -145,7 +145,7 @@ class PackedRows:
         return tokens[:, :-1].copy(), np.where(has_next_token(batch), tokens[:, 1:], IGNORED)
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding."""
+        """Return each input's document in its row, from 0; -1: padding. int32 [len(rows), T]. IndexError for bad rows."""
         batch = self._batch(rows)
         begins = np.zeros(batch.filled.shape, dtype=np.int32)
         begins[batch.row, batch.column] = 1

@@ -210,7 +210,8 @@ def open_listener(port: int) -> socket.socket:
 def call(request: Request, addresses: list[str], deadline: float) -> Call:
     """Call a host until it answers or until `deadline` (time.monotonic()), and return who answered or the last error.
 
-    The next of its `addresses` is tried only when a name does not resolve; if the last does not, gives up.
+    The next of its `addresses` (at least one) is tried only when a name does not resolve; if the last does not, gives
+    up.
     """
     result = Call()
     address, *others = addresses
@@ -287,7 +288,7 @@ def list_addresses() -> Iterator[tuple[str, str]]:
 
 
 def list_infiniband() -> list[Infiniband]:
-    """Return the ports of this host's InfiniBand and RoCE adapters."""
+    """Return the ports of this host's InfiniBand and RoCE adapters, [] without any."""
     ports = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         active, link = read(port / "state").startswith("4:"), read(port / "link_layer")

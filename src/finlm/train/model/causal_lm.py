@@ -387,7 +387,7 @@ def extend_embeddings(model: Any, tokenizer: Path, rows: int) -> None:
     """Enlarge the embedding and head of `model` in place to `rows` rows, with new rows for the tokenizer's new pieces.
 
     A new row is the mean of the old rows that spell its piece. Raises UserError when `tokenizer`, a file, was not
-    extended from the model's, or `rows` is too small. Collective under ZeRO-3.
+    extended from the model's, or `rows` is too small. Collective under ZeRO-3. Raises NotJson as spellings() does.
     """
     old, ids = spellings(tokenizer)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

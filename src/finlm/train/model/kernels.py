@@ -191,10 +191,10 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
     """Make model(inputs, labels), each int64 [batch, sequence], return the summed loss, an fp32 scalar.
 
-    Replaces the forward of `model` and of its lm_head in place, and patches its masks and linear attention. Labels are
-    next-token labels; IGNORED counts nothing, and vocabulary rows from vocab_size on are padding. With a third
-    argument, int32 bounds (batches.document_bounds), attention and positions end at a document's end. With `by_row` it
-    returns (that scalar, the losses of the rows [batch], which have no gradient).
+    Replaces the forward of `model` and its lm_head in place; patches masks and linear attention. Raises as
+    traits.head_of() does. Labels are next-token labels; IGNORED counts nothing, and vocabulary rows from vocab_size on
+    are padding. With a third argument, int32 bounds (batches.document_bounds), attention and positions end at a
+    document's end. With `by_row` it returns (that scalar, the losses of the rows [batch], which have no gradient).
     """
     form = traits.head_of(model.config.to_dict())
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row, form)

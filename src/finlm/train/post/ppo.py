@@ -141,7 +141,7 @@ class ValueTrainer(GroupTrainer):
 def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the rewards [answers] at the last token of each answer, 0 elsewhere: [answers, tokens].
 
-    `mask` is [answers, tokens], 1 at tokens of the answer.
+    `mask` is [answers, tokens], 1 at tokens of the answer. That of an empty answer stands at the first token.
     """
     last = mask.sum(dim=1, keepdim=True).long() - 1
     return torch.zeros(mask.shape, device=mask.device).scatter(1, last.clamp(min=0), rewards[:, None])

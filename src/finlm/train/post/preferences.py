@@ -198,7 +198,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
     def proof(self, ids: list[int]) -> dict[str, float]:
         """Return {"loss": mean loss of these tokens after the first}, computed by the head that is trained.
 
-        All ranks must call it. The caller sets eval mode and no_grad.
+        `ids` are at least two. All ranks must call it. The caller sets eval mode and no_grad.
         """
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read), "completion_mask": torch.ones_like(read)}

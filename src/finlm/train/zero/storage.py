@@ -295,7 +295,7 @@ class Shards:
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """Return elements [start, start + numel) of the flattened parameter `name`: fp32, CPU.
 
-        `key` is of KEYS. Raises KeyError for a name that is not trained.
+        `key` is of KEYS. Elements past the end are undefined. Raises KeyError for a name that is not trained.
         """
         out = torch.empty(numel, dtype=torch.float32)
         at = 0  # of the parameter
