@@ -145,7 +145,7 @@ class PackedRows:
         return tokens[:, :-1].copy(), np.where(has_next_token(batch), tokens[:, 1:], IGNORED)
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return each input's document in its row, from 0; -1: padding. int32 [len(rows), T]. IndexError for bad rows."""
+        """Return each input's document in the row, from 0, padding -1: int32 [len(rows), T]. IndexError for bad ids."""
         batch = self._batch(rows)
         begins = np.zeros(batch.filled.shape, dtype=np.int32)
         begins[batch.row, batch.column] = 1
