@@ -344,7 +344,7 @@ def count_leak(
     """Count the training documents at least as similar to a held-out one as dedup.threshold, whatever their facts.
 
     Returns {"documents": how many such, "held_out": how many held-out documents they match}. Searches as write_likes()
-    does, with temporary files in `directory`.
+    does, with its errors, and temporary files in `directory`.
     """
     write_likes(context, directory, read.chunks, first_states(decision), is_leak=True)
     like = np.load(directory / "like.npy")
@@ -375,8 +375,8 @@ def write_likes(
 
     like.npy [documents] has the index of the document that each repeats (with is_leak: of the held-out document that a
     training document resembles), else its own. `states`, from first_states(), is changed. Writes temporary files into
-    `directory` too, and removes them. Starts workers; the cache keeps signatures and, for large searches, results.
-    Prints how many of either are missing if some are there.
+    `directory` too, and removes them. Starts workers, or raises UserError; the cache keeps signatures and, for large
+    searches, results. Prints how many of either are missing if some are there.
     """
     load_verifier.cache_clear()
     keys = [files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]) for chunk in chunks]

@@ -353,6 +353,9 @@ def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iter
 
 
 def _compression_entry(tokenizers: Mapping[str, Path], read: Documents, chosen: Selection) -> dict[str, object]:
-    """Return {"compression": {source: fields of Compression}}: these tokenizers, {name: file}, on sample_texts()."""
+    """Return {"compression": {source: fields of Compression}}: these tokenizers, {name: file}, on sample_texts().
+
+    Raises UserError if one cannot be read.
+    """
     measured = measure_compression(tokenizers, sample_texts(read, chosen.decisions()))
     return {"compression": {source: asdict(row) for source, row in measured.items()}}

@@ -51,7 +51,8 @@ def pins() -> dict[str, str]:
 def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
     """Yield the faults of a host by itself; `alone` says that the run has no other host.
 
-    The number of CPU ranks and cores, and on other machines rsync, are checked only if it is not alone.
+    The number of CPU ranks and cores, and on other machines rsync, are checked only if it is not alone. Raises
+    UserError for an unknown model type.
     """
     yield from _check_python(facts)
     yield from _check_packages(recipe, plan, facts)
@@ -159,7 +160,8 @@ def _reused_bytes(plan: Plan, facts: HostFacts) -> int:
 def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
     """Yield an error for each disk that lacks space: of the runs, of checkpoints in memory, and NVMe of offloading.
 
-    `alone` says that the run has no other host, so that this one writes all shards.
+    `alone` says that the run has no other host, so that this one writes all shards. Raises UserError for an unknown
+    model type.
     """
     disks, share = facts.disks or {}, host.slots / plan.world_size
     element = ELEMENT_BYTES[plan.precision]

@@ -70,6 +70,7 @@ def judge(
 
     `facts` maps host names to facts, from gather(). `trees` are the files of this machine to compare with the hosts'.
     The warning that a host's packages are not the pinned ones is left out where they also differ from other hosts'.
+    Raises UserError for an unknown model type.
     """
     known = {name: host for name, host in facts.items() if not host.failed}
     faults = list(_check_hosts(recipe, plan, cluster, facts, known))
@@ -89,7 +90,7 @@ def judge(
 def _check_hosts(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, known: AllFacts) -> Iterator[HostFault]:
     """Yield the faults of each host by itself, of hosts that did not answer, and of probes that failed.
 
-    `known` has the facts of the hosts that answered.
+    `known` has the facts of the hosts that answered. Raises UserError for an unknown model type.
     """
     alone = len(plan.hosts) == 1
     for host in cluster.hosts:

@@ -162,7 +162,8 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
     Call it when in_trouble() is true, after wait_for_signs_of_life(). Looks in this order: this machine slept until the
     hosts gave it up; a host could not start its ranks, or sent what is not understood; ranks were killed or failed by
     themselves; hosts or agents are gone; launchers ended without their ranks; ranks failed on the connection to another
-    rank. May ask a silent host over ssh (up to 10 s), and append a line about memory to a launcher's log.
+    rank. May ask a silent host over ssh (up to 10 s), and append a line about memory to a launcher's log. Raises
+    NotJson for a damaged plan.json.
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:

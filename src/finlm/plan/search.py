@@ -144,7 +144,7 @@ def relax_recipe(recipe: Recipe) -> Recipe:
 def candidates_or_waiting(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> tuple[Recipe, list[Candidate]]:
-    """Return (recipe, its candidates), fitting or not. PlanError if batch.micro_batch does not fit the hosts.
+    """Return (recipe, its candidates), fitting or not. PlanError for an unknown GPU or unfit batch.micro_batch.
 
     If none fits and the recipe does not set checkpoint.asynchronous, returns both for false if one fits with that.
     """
@@ -336,7 +336,7 @@ def _with_generation_rows(
     """Return the layout with its micro-batch and, for GRPO, how many answers a rank generates at once.
 
     A number in grpo.generation_rows is taken, up to all answers. auto: about equal chunks that fit in the smallest GPU
-    less MARGIN, or in what training needs if that is more; all answers if no memory is known.
+    less MARGIN, or in what training needs if more; all if no memory is known. PlanError for an unknown GPU.
     """
     layout = dataclasses.replace(layout, micro_batch=micro_batch, accumulates=accumulation > 1)
     answers = micro_batch * accumulation
@@ -413,7 +413,7 @@ def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | N
 
 
 def _micro_batch_key(wanted: dict[str, int], host: Host) -> str | None:
-    """Return the key of batch.micro_batch for a host: its name, else its GPU kind; None without either."""
+    """Return batch.micro_batch's key for a host: its name, else its GPU kind, or None. PlanError for unknown GPUs."""
     if host.name in wanted:
         return host.name
     kind = gpus.find(host.gpu).name if host.gpu else None

@@ -356,7 +356,7 @@ def find_export(wanted: Recipe, runs: Path, load: Load) -> tuple[Path | None, li
 
 
 def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) -> str | None:
-    """Return a text: the first key in which a run differs from the recipe, or an export of another step; else None."""
+    """Return as text the first key, or export step, by which a run differs, else None. Raises UserError, OSError."""
     start = parents.start_recorded(run, former)
     theirs = parents.settings_of(former, start.settings if start else None)
     ours = parents.settings_of(wanted, _settings_of_parent(wanted, load))

@@ -231,7 +231,7 @@ def cgroups(controller: str) -> Iterator[Path]:
 
 
 def memory() -> Memory:
-    """Return the machine's RAM, what is available of it, and the cgroup's limit, in bytes."""
+    """Return the machine's RAM, what is available of it, and the cgroup's limit (None without), in bytes."""
     rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
     total, available, limit = int(rows["MemTotal"]) * 1024, int(rows["MemAvailable"]) * 1024, None
     for directory in cgroups("memory"):

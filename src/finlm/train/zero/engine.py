@@ -362,7 +362,7 @@ def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
     """Make a plain optimizer skip a step when a gradient is not finite, as ZeRO's and the 16-bit optimizers do.
 
     Replaces optimizer.step; the new one sets optimizer.overflow for the engine. The gradients are averaged over the
-    ranks by then, so all ranks decide alike.
+    ranks by then, so all ranks decide alike. A step without any gradient raises RuntimeError.
     """
     take_step = optimizer.step
 
