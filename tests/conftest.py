@@ -33,7 +33,7 @@ os.environ["XDG_CONFIG_HOME"] = f"{tempfile.gettempdir()}/finlm-tests-{os.getpid
 FIRST = (
     *("test_docs.py", "cluster", "train/test_training.py", "train/zero/test_checkpoint.py", "test_benchmarks.py"),
     *("train/test_toy.py", "test_train_command.py", "admit/test_gate.py", "test_out_of_memory.py", "train/post"),
-    *("train/test_incidents.py", "test_prepare"),
+    *("test_config.py", "train/test_incidents.py", "test_prepare"),
 )
 # What tools leave in a checkout by themselves.
 LEFT_BY_TOOLS = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
