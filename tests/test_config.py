@@ -229,8 +229,10 @@ def test_deepspeed_trains_with_the_settings_of_every_stage(tmp_path: Path) -> No
     cases |= {f"stage {stage} fp16": cases[f"stage {stage}"] | {"fp16": fp16} for stage in (1, 3)}
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(cases))
-    # DeepSpeed compiles its CPU Adam with the ninja of this environment.
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    # DeepSpeed compiles its CPU Adam with the ninja of this environment; another compiler than that of the other tests'
+    # ranks (ranks.py) would have it built anew each time.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "CXX": str(ROOT / "tests/g++")}
     command = [sys.executable, str(ROOT / "tests/deepspeed_runs.py"), str(file)]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=540, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
