@@ -26,6 +26,11 @@ STEP = "{{'loss': 1.{0}, 'epoch': 0.{0}}}\n"
 Of = Callable[[str | bytes], list[Finding]]
 
 
+def kind(finding: Finding) -> str:
+    """How a run of unknown cause ended if that is known, else the cause."""
+    return finding.kind or finding.cause
+
+
 @pytest.fixture
 def findings(tmp_path: Path) -> Of:
     def of(text: str | bytes) -> list[Finding]:
@@ -86,7 +91,7 @@ NOT_SAID = [
 
 @pytest.mark.parametrize("log", NOT_SAID, ids=["source line", "start-up remark", "pip", "scheduler"])
 def test_what_the_program_did_not_say_as_an_error_is_no_cause(log: str, findings: Of) -> None:
-    assert findings(log)[0].cause in ("unknown", "code_error")
+    assert kind(findings(log)[0]) in ("unknown", "code_error")
 
 
 LAUNCH = "[2024-05-26 12:39:38,733] [INFO] [runner.py:568:main] cmd = python -u -m deepspeed.launcher.launch x.py\n"
@@ -99,7 +104,7 @@ def test_of_several_launches_in_one_file_the_last_counts_and_the_others_are_list
     log.write_text((LAUNCH + OOM + DEATH) * 6 + LAUNCH + TRACEBACK + "KeyError: 'phase'\n" + DEATH)
     result = finlm("diagnose", log, "--json")
     document = json.loads(result.stdout)
-    assert result.returncode == 1 and document["findings"][0]["cause"] == "code_error"
+    assert result.returncode == 1 and document["findings"][0]["kind"] == "code_error"
     assert [launch["cause"] for launch in document["former"]] == ["cuda_oom"] * 6
     assert f"{log}, line 1-3: cuda_oom: Out of GPU memory" in result.stderr
     log.write_text(LAUNCH + OOM + DEATH + LAUNCH + STEP.format(1) + WELL)
@@ -116,12 +121,12 @@ def test_two_ranks_that_die_one_after_the_other_are_one_launch(findings: Of) -> 
 
 def test_high_is_said_only_of_what_explains_the_ending(findings: Of) -> None:
     assert findings(TRACEBACK + OOM)[0].confidence == "high"
-    assert findings(OOM + TRACEBACK + "KeyError: 'phase'\n")[0].confidence == "medium"
+    assert findings(OOM + TRACEBACK + "ModuleNotFoundError: No module named 'phase'\n")[0].confidence == "medium"
 
 
 def test_an_error_that_training_survived_is_not_what_it_died_of_later(findings: Of) -> None:
     steps = "".join(STEP.format(i) for i in range(1, 6))
-    assert findings(OOM + steps + TRACEBACK + "KeyError: 'phase'\n")[0].cause == "code_error"
+    assert findings(OOM + steps + TRACEBACK + "KeyError: 'phase'\n")[0].kind == "code_error"
 
 
 def test_the_shells_word_after_an_exception_is_not_its_message(findings: Of) -> None:
@@ -129,7 +134,7 @@ def test_the_shells_word_after_an_exception_is_not_its_message(findings: Of) -> 
         TRACEBACK
         + "TypeError: argument of type 'NoneType' is not iterable\n  0%|   | 0/1 [00:00<?, ?it/s]\nTerminated\n"
     )
-    assert findings(log)[0].cause == "code_error"
+    assert findings(log)[0].kind == "code_error"
     assert findings("loading\nTerminated\n")[0].cause == "sigterm_preempted"
 
 
@@ -140,7 +145,7 @@ def test_a_class_without_an_attribute_is_of_another_version_only_in_an_installed
     place: str, cause: str, findings: Of
 ) -> None:
     frame = f'  File "{place}/core.py", line 11, in run\n    self.go()\n'
-    assert findings(TRACEBACK + frame + "AttributeError: 'Maker' object has no attribute 'phase'\n")[0].cause == cause
+    assert kind(findings(TRACEBACK + frame + "AttributeError: 'Maker' object has no attribute 'phase'\n")[0]) == cause
 
 
 WORDS = {
@@ -303,7 +308,7 @@ def test_what_the_scheduler_did_afterwards_explains_no_exception(findings: Of) -
     slurm = (
         "srun: error: n1: task 0: Exited with exit code 1\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2024\n"
     )
-    assert findings(TRACEBACK + "AssertionError: too slow\n" + slurm)[0].cause == "check_refused"
+    assert findings(TRACEBACK + "AssertionError: too slow\n" + slurm)[0].kind == "check_refused"
 
 
 LAST_WORDS = [
@@ -348,13 +353,13 @@ GENERAL_AND_SPECIFIC = [
 
 @pytest.mark.parametrize(("line", "cause"), GENERAL_AND_SPECIFIC, ids=range(len(GENERAL_AND_SPECIFIC)))
 def test_a_general_rule_names_what_no_signature_of_its_own_explains(line: str, cause: str, findings: Of) -> None:
-    assert findings(TRACEBACK + line + "\n")[0].cause == cause
+    assert kind(findings(TRACEBACK + line + "\n")[0]) == cause
 
 
 def test_an_exception_that_its_process_caught_and_went_on_after_is_not_the_cause(findings: Of) -> None:
     caught, went_on = TRACEBACK + "ModuleNotFoundError: No module named 'apex'\n", "INFO loading\n" * 12
     last = TRACEBACK + "KeyError: 'phase'\n"
-    assert [f.cause for f in findings(caught + went_on + last)] == ["code_error", "package_missing"]
+    assert [kind(f) for f in findings(caught + went_on + last)] == ["code_error", "package_missing"]
     chain = "\nDuring handling of the above exception, another exception occurred:\n\n"
     assert findings(caught + chain + went_on + last)[0].cause == "package_missing"
     assert findings(caught + last)[0].cause == "package_missing"  # two ranks that died one after the other
@@ -362,7 +367,7 @@ def test_an_exception_that_its_process_caught_and_went_on_after_is_not_the_cause
 
 def test_a_keyword_that_a_library_refuses_to_a_library_is_of_versions_and_a_users_own_is_not(findings: Of) -> None:
     line = "TypeError: Steps.run() got an unexpected keyword argument 'phase'\n"
-    assert findings(TRACEBACK + line)[0].cause == "code_error"
+    assert findings(TRACEBACK + line)[0].kind == "code_error"
     library = TRACEBACK.replace("/data/work/train.py", "/opt/env/lib/python3.11/site-packages/tool/loop.py")
     assert findings(library + line)[0].cause == "package_versions"
 
@@ -447,13 +452,13 @@ def test_a_class_of_messages_counts_where_the_log_lost_its_frames_but_not_in_a_u
     line = "NotImplementedError: Iterable datasets are not yet supported in GRPOTrainer.\n"
     assert findings(f"[rank0]: {line}")[0].cause == "bad_arguments"
     own = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
-    assert findings(own + "NotImplementedError: my loss is not yet supported\n")[0].cause == "check_refused"
+    assert findings(own + "NotImplementedError: my loss is not yet supported\n")[0].kind == "check_refused"
 
 
 def test_a_frame_of_a_notebook_tells_a_library_from_a_users_own_code(findings: Of) -> None:
     line = "---> 2 step(phase=1)\n\nTypeError: step() got an unexpected keyword argument 'phase'\n"
     assert findings(IPYTHON + line)[0].cause == "package_versions"
-    assert findings(IPYTHON.replace("site-packages/", "") + line)[0].cause == "code_error"
+    assert findings(IPYTHON.replace("site-packages/", "") + line)[0].kind == "code_error"
 
 
 def test_a_program_run_from_a_clone_of_its_repository_is_no_users_own_code(findings: Of) -> None:
@@ -478,12 +483,12 @@ def test_a_title_leaves_out_what_the_log_does_not_give(findings: Of) -> None:
 def test_a_replica_that_its_launcher_names_before_a_line_is_no_part_of_it(findings: Of) -> None:
     lines = [*TRACEBACK.splitlines(), "NameError: name 'phase' is not defined"]
     (found,) = findings("".join(f"trainer/{rank} {line}\n" for line in lines for rank in (0, 1)))
-    assert (found.cause, found.rank) == ("name_undefined", 0)
+    assert (kind(found), found.rank) == ("name_undefined", 0)
 
 
 @pytest.mark.parametrize(("line", "cause"), WORDINGS, ids=range(len(WORDINGS)))
 def test_a_wording_that_strangers_logs_held_is_named(line: str, cause: str, findings: Of) -> None:
-    assert findings((TRACEBACK if "Error: " in line else "") + line + "\n")[0].cause == cause
+    assert kind(findings((TRACEBACK if "Error: " in line else "") + line + "\n")[0]) == cause
 
 
 def test_a_readers_end_of_file_is_not_what_its_dead_child_died_of(findings: Of) -> None:
@@ -511,7 +516,7 @@ PARENTS = [
 def test_what_a_parent_logs_of_its_child_is_read_as_the_childs_own_words(parent: str, findings: Of) -> None:
     lines = [*TRACEBACK.splitlines(), "AssertionError"]
     (found,) = findings("".join(parent + line + "\n" for line in lines))
-    assert (found.cause, found.evidence.splitlines()[0]) == ("code_error", "AssertionError")
+    assert (kind(found), found.evidence.splitlines()[0]) == ("code_error", "AssertionError")
     assert not findings(parent + "loading the Error: table\n" + parent + "step 1\n")
 
 
@@ -519,7 +524,7 @@ LIBRARY = "/opt/env/lib/python3.11/site-packages/tool/loop.py"
 BY_RULE = [  # the file of the last frame, its line of code, the exception
     ("/data/work/train.py", "phase = plan['phase']", "KeyError: 'phase'", "code_error"),
     ("/data/work/train.py", "text = sample['body']", "KeyError: 'body'", "dataset_columns_mismatch"),
-    ("/data/work/collate_rows.py", "ids[0]", "IndexError: list index out of range", "dataset_columns_mismatch"),
+    ("/data/work/collate_rows.py", "ids[0]", "IndexError: list index out of range", "code_error"),
     ("/data/work/train.py", "assert x.shape == y.shape", "AssertionError", "tensor_shapes"),
     ("/data/work/train.py", "assert phase in plan", "AssertionError", "code_error"),
     (
@@ -581,7 +586,7 @@ def test_an_exception_that_no_signature_knows_is_named_by_class_words_and_place(
 ) -> None:
     log = f'Traceback (most recent call last):\n  File "{file}", line 7, in step\n    {source}\n{error}\n'
     (found,) = findings(log)
-    assert (found.cause, found.confidence) == (cause, "low" if cause == "unknown" else "medium")
+    assert (kind(found), found.confidence) == (cause, "low" if found.cause == "unknown" else "medium")
     assert Path(file).name in found.evidence and found.by_rule is (cause != "unknown")
 
 
@@ -589,13 +594,13 @@ def test_a_rule_looks_past_frames_that_only_pass_on_what_another_did(findings: O
     place = LIBRARY.replace("tool/loop.py", "torch/nn/modules/module.py")
     passed = f'  File "{place}", line 9, in __getattr__\n    raise AttributeError(\n'
     (found,) = findings(TRACEBACK + passed + "AttributeError: 'int' object has no attribute 'phase'\n")
-    assert found.cause == "code_error" and "train.py:7" in found.title
+    assert found.kind == "code_error" and "train.py:7" in found.title
 
 
 def test_an_error_far_above_an_exception_that_no_signature_knows_comes_after_it(findings: Of) -> None:
     warned, raised = "srun: error: gpu1: task 3: Killed\n", TRACEBACK + "ValueError: phase\n"
     near, far = findings(warned + raised), findings(warned + "working\n" * 60 + raised)
-    assert [near[0].cause, far[0].cause] == ["host_memory_insufficient", "code_error"]
+    assert [kind(near[0]), kind(far[0])] == ["host_memory_insufficient", "code_error"]
     assert {f.cause for f in near} == {f.cause for f in far}
 
 
@@ -621,8 +626,30 @@ ASIDE = [  # a line that says something of its own, and does not lead to a slip 
 @pytest.mark.parametrize("slip", ["ZeroDivisionError: division by zero", "NameError: name 'phase' is not defined"])
 def test_a_line_aside_is_not_the_cause_of_a_slip_that_follows_it(aside: str, slip: str, findings: Of) -> None:
     found = findings(aside + TRACEBACK + slip + "\n")
-    assert found[0].cause in ("code_error", "name_undefined")
+    assert kind(found[0]) in ("code_error", "name_undefined")
     assert all(later.confidence != "high" for later in found[1:])
+
+
+def test_how_a_run_of_unknown_cause_ended_is_said_as_unknown(findings: Of) -> None:
+    (found,) = findings(TRACEBACK + "KeyError: 'phase'\n")
+    assert (found.cause, found.kind, found.confidence) == ("unknown", "code_error", "low")
+    assert "train.py:7" in found.title
+
+
+LOSSES = [10.8, 9.6, 8.1, 7.0, 6.2, 5.6, 5.1, 4.8]
+
+
+@pytest.mark.parametrize("form", ["iter {i}: loss {loss:.4f}, time 2ms\n", "{{'loss': {loss:.3f}, 'epoch': 0.1}}\n"])
+def test_a_loss_that_went_up_for_good_is_fatal_and_one_that_recovers_or_is_noise_is_not(
+    form: str, findings: Of
+) -> None:
+    def of(losses: list[float]) -> list[str]:
+        return [f.cause for f in findings("".join(form.format(i=i, loss=loss) for i, loss in enumerate(losses)))]
+
+    assert of([*LOSSES, 270.4, 182.7, 121.9, 96.7, 68.6]) == ["loss_diverged"]
+    assert of([*LOSSES, 270.4, 182.7, 96.7, 30.1, 9.6]) == []
+    assert of([loss / 100 for loss in (*LOSSES, 270.4, 182.7, 121.9, 96.7, 68.6)]) == []  # noise of a small loss
+    assert of([*LOSSES, *reversed(LOSSES)]) == []
 
 
 def test_of_two_exceptions_of_which_one_follows_from_the_other_the_one_with_a_name_comes_first(findings: Of) -> None:

@@ -26,7 +26,7 @@ from typing import BinaryIO
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.secrets import send
-from finlm.diagnose.findings import Finding, Former, diagnose, former_launches
+from finlm.diagnose.findings import Finding, diagnose
 from finlm.diagnose.lines import Log, clean, exceptions
 from finlm.diagnose.read import scan
 from finlm.diagnose.signatures import Program, Signatures, concrete
@@ -133,6 +133,27 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
     former = [launch for log in logs for launch in former_launches(log, _signatures(), lang)]
     show(Shown(findings, former, answer, len(logs), sum(log.lines for log in logs)), lang, as_json)
     return 1 if any(finding.fatal for finding in findings) else 0
+
+
+@dataclass
+class Former:
+    """A launch before the last launch of a log: its first and last line, and what it ended with."""
+
+    file: str
+    first: int
+    last: int
+    cause: str
+    title: str
+
+
+def former_launches(log: Log, signatures: Signatures, lang: str = "en") -> list[Former]:
+    """Return what the launches before the last one of a log ended with; cause and title are "" if nothing was fatal."""
+    former = []
+    for index, (_, first) in enumerate(log.launches[:-1]):
+        findings = diagnose([log.launch(index)], signatures, lang)
+        top = (findings[0].cause, findings[0].title) if findings else ("", "")
+        former.append(Former(log.name, first, log.launches[index + 1][1] - 1, *top))
+    return former
 
 
 def is_unsure(finding: Finding) -> bool:

@@ -20,6 +20,7 @@ from finlm.diagnose.lines import (
     Log,
     Raised,
     clean,
+    diverged,
     exceptions,
     tail_lines,
 )
@@ -75,6 +76,7 @@ class Finding:
     `evidence` and `fix` have several lines. `confidence` is high, medium or low. `doctor` is the check of
     `finlm doctor` that sees the cause before launch. `facts` are values from the log by name.
     `by_rule`: no signature knows the exception; a rule of endings.yaml took it for one of this cause.
+    `kind`: how a run of unknown cause ended, as check_refused, if that is known.
     """
 
     cause: str
@@ -93,17 +95,7 @@ class Finding:
     threads: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
     by_rule: bool = False
-
-
-@dataclass
-class Former:
-    """A launch before the last launch of a log: its first and last line, and what it ended with."""
-
-    file: str
-    first: int
-    last: int
-    cause: str
-    title: str
+    kind: str = ""
 
 
 @dataclass
@@ -142,7 +134,7 @@ def diagnose(
     candidates.sort(key=lambda c: (levels[id(c)], *_order(c, several)))
     first: dict[str, _Candidate] = {}
     for candidate in candidates:
-        first.setdefault(candidate.signature.id, candidate)
+        first.setdefault(_cause(candidate.signature), candidate)
     kept = [c for c in first.values() if c.pattern.level not in ("hint", "unknown")] or list(first.values())
     program = program or program_of(logs)
     findings = [_finding(candidate, candidates, program, lang) for candidate in kept[:MAX_FINDINGS]]
@@ -152,16 +144,6 @@ def diagnose(
     if findings and findings[0].confidence == "high":
         findings = [f for f, c in zip(findings, kept, strict=False) if c.pattern.cause != "unknown"]
     return findings
-
-
-def former_launches(log: Log, signatures: Signatures, lang: str = "en") -> list[Former]:
-    """Return what the launches before the last one of a log ended with; cause and title are "" if nothing was fatal."""
-    former = []
-    for index, (_, first) in enumerate(log.launches[:-1]):
-        findings = diagnose([log.launch(index)], signatures, lang)
-        top = (findings[0].cause, findings[0].title) if findings else ("", "")
-        former.append(Former(log.name, first, log.launches[index + 1][1] - 1, *top))
-    return former
 
 
 def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Raised]) -> list[_Candidate]:
@@ -195,6 +177,10 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     candidates += rest
     if not candidates and len(by_name) == 1:
         candidates = [_Candidate(unknown, _UNKNOWN, hit, {}, len(hit.text)) for hit in _last_words(logs[0])]
+    if not candidates:
+        risen = filter(None, map(diverged, logs))
+        pattern = Pattern("loss_diverged", "", "symptom", lasting=True)
+        candidates = [_Candidate(signatures.all[pattern.cause], pattern, *told, 0) for told in risen]
     return [c for c in candidates if not _is_superseded(c, candidates, by_name[c.hit.source])]
 
 
@@ -386,7 +372,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
     _add_foreign_memory(facts)
     fix = [_fill_sentence(program.speak(step, lang), facts) for step in text.fix.get(lang, text.fix["en"])]
     return Finding(
-        cause=signature.id,
+        cause=_cause(signature),
         fatal=True,
         title=_fill_sentence(title, facts) or re.sub(r" ?[(（]\{\w+\}[)）]", "", title),
         explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in SENTENCE.split(explain)))),
@@ -397,12 +383,18 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
         rank=hit.rank,
         fix="\n".join(filter(None, fix)),
         confirm=_fill_sentence(program.speak(confirm, lang), facts) or "",
-        confidence={"cause": "high", "symptom": "medium"}.get(level, "low"),
+        confidence={"cause": "high", "symptom": "medium"}.get(level, "low") if signature.names_cause else "low",
         doctor=signature.doctor if program.is_finlm else None,
         threads=signature.threads,
         facts=facts,
         by_rule=candidate.pattern.cause == "unknown" != signature.id,
+        kind="" if signature.names_cause else signature.id,
     )
+
+
+def _cause(signature: Signature) -> str:
+    """Return the signature's id, or "unknown" if it does not name a cause."""
+    return signature.id if signature.names_cause else "unknown"
 
 
 def _evidence(candidate: _Candidate, others: Sequence[_Candidate]) -> list[str]:

@@ -74,8 +74,8 @@ class Wording:
 class Signature:
     """A cause: its id, texts and patterns, and the expressions that read facts from the lines around a match.
 
-    `doctor`: the check of `finlm doctor` that sees it before launch. `threads`: URLs of issues. `waits`: a rank that
-    prints it waited for others.
+    `doctor`: the check of `finlm doctor` that sees it before launch. `threads`: URLs of issues. `waits`: its rank only
+    waited for others. Without `names_cause` it says only how a run of unknown cause ended.
     """
 
     id: str
@@ -86,6 +86,7 @@ class Signature:
     doctor: str | None
     threads: tuple[str, ...]
     waits: bool = False
+    names_cause: bool = True
 
 
 class Signatures:
@@ -134,7 +135,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         library = "any" if rule.get("library") is True else rule.get("library", "")
         rest = {key: rule[key] for key in ("lacks", "hosted", "last", "lasting", "source") if key in rule}
         patterns.append(Pattern(entry["id"], rule["match"], level, *both, library=library, says=says, **rest))
-    text = Wording(entry["title"], entry["explain"], entry["fix"], entry["confirm"])
+    text = Wording(*(entry[name] for name in ("title", "explain", "fix", "confirm")))
     return Signature(
         id=entry["id"],
         text=text,
@@ -144,6 +145,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         doctor=entry.get("doctor"),
         threads=tuple(entry.get("threads", ())),
         waits=entry.get("waits", False),
+        names_cause=entry.get("names_cause", True),
     )
 
 
@@ -367,10 +369,8 @@ def _learning_rate(run: Run, _: Finding) -> tuple[str, str] | None:
 
 def _host_memory(run: Run, _: Finding) -> tuple[str, str] | None:
     """Return the step that ends offload of parameters, else of the optimizer, else halves the workers, or None."""
-    for key in ("zero.offload_param", "zero.offload_optimizer"):
-        if run.value(key) == "cpu":
-            return _change(key, "cpu", "none")
-    return _workers(run, _, share=2)
+    offloads = [key for key in ("zero.offload_param", "zero.offload_optimizer") if run.value(key) == "cpu"]
+    return _change(offloads[0], "cpu", "none") if offloads else _workers(run, _, share=2)
 
 
 def _workers(run: Run, _: Finding, share: int = 4) -> tuple[str, str] | None:
