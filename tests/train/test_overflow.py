@@ -14,9 +14,10 @@ from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
+from finlm.train import entry
 from finlm.train.incidents import Gradients
 from finlm.train.model.products import SummingLinear
-from finlm.train.pretrain import Guard, Outcome
+from finlm.train.pretrain import Guard
 
 from helpers import incidents, logs
 
@@ -117,7 +118,8 @@ class Run:
     def judge(self, step: int, loss: float, is_applied: bool = True) -> str:
         """What the loop does after a step of this loss."""
         self.is_applied = is_applied
-        then = self.guard.judge(step, step - 1, Outcome(loss, [loss], [0.1]))
+        measured = entry.Measured([loss], [0.1], memory_bytes=1, signal=0, rows_crc=0, seconds=0.1)
+        then = self.guard.judge(step, step - 1, entry.Step(step, loss, 1e-3, 1, 1, measured))
         self.saved[step] = self.checkpoints.watch_state()
         return then
 

@@ -1,10 +1,4 @@
-"""Start one rank of a run: every rank's process is `python -m finlm.train RUN_DIR`.
-
-Applies the host's environment before torch is imported, sends this rank's output to logs/<host>.<rank>.log (stacks on
-SIGUSR1 too), dies with its launcher, and leaves through os._exit: with gloo, 10-20 % of ranks otherwise abort in the
-interpreter's shutdown after all work is done. A rank whose states are offloaded stays on the cores of its GPU's NUMA
-node (1.16 times the speed in DeepSpeed's ZenFlow report).
-"""
+"""Start one rank of a run: every rank's process is `python -m finlm.train RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -41,13 +35,13 @@ def main() -> None:
     """Run the recipe's stage on this rank, then end the process; does not return.
 
     The exit code is the stage's, or 1 after any exception. The run directory is sys.argv[1]. Applies env/<host>.env,
-    locks the run's file for this host, and sends stdout and stderr to this rank's log. The log also gets the traceback
-    of an exception, a report if memory ran out, and all stacks on SIGUSR1. The process also ends when its parent does.
-    Stage pretrain writes a missing index of rows. An exception before the log is open passes through.
+    locks the run's file for this host, and sends stdout and stderr to logs/<host>.<rank>.log. The log also gets the
+    traceback of an exception, a report if memory ran out, and all stacks on SIGUSR1. The process also ends when its
+    parent does. Stage pretrain writes a missing index of rows. An exception before the log is open passes through.
     """
     die_with_parent()
     run_path = Path(sys.argv[1])
-    apply_host_env(run_path)
+    apply_host_env(run_path)  # before torch is imported, which reads some of it then
     hold_lock(RunDir(run_path))
     _log_to(run_path / "logs" / f"{host_name()}.{os.environ.get('RANK', '0')}.log")
     faulthandler.enable()
@@ -82,14 +76,12 @@ def main() -> None:
             print(_report(run_path, cause))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # with gloo, 10-20 % of ranks abort in the interpreter's shutdown after all work is done
 
 
 def _limit_waiting() -> None:
-    """Replace distributed.new_group, for the process: groups get DeepSpeed's timeout unless the caller gives another.
-
-    This covers ZeRO's groups: without it, a cut network cable became an error only after 930 s.
-    """
+    """Replace distributed.new_group, for the process: groups that name no timeout get DeepSpeed's."""
+    # Also ZeRO's: without it, a cut network cable became an error only after 930 s.
     from deepspeed.constants import default_pg_timeout
     from torch import distributed
 
@@ -97,13 +89,11 @@ def _limit_waiting() -> None:
 
 
 def skip_torchao() -> None:
-    """Import transformers' quantizers without torchao; their quantizer of that name refuses to work then.
-
-    They would import it for every model: 0.3 of 4.7 CPU seconds of a rank's start, more on a cold disk. finlm imports
-    torchao itself where it uses it (fp8, lora.quantize), and refuses models that torchao has quantised.
-    """
+    """Import transformers' quantizers without torchao; their quantizer of that name refuses to work then."""
     from transformers import utils
 
+    # They would import it for every model: 0.3 of 4.7 CPU seconds of a rank's start, more on a cold disk. finlm imports
+    # torchao itself where it uses it (fp8, lora.quantize), and refuses models that torchao has quantised.
     with mock.patch.object(utils, "is_torchao_available", lambda *_: False):
         importlib.import_module("transformers.quantizers.auto")
 
@@ -135,8 +125,7 @@ def _out_of_memory(error: BaseException | None) -> BaseException | None:
 def _report(run_path: Path, error: BaseException) -> str:
     """Return the report of an out-of-memory error: the line that `finlm train` parses, then an explanation.
 
-    Reads the recipe and the plan of the run in `run_path`, and the GPU kinds that were calibrated on this machine.
-    Raises UserError when one of these is damaged.
+    Raises UserError when the run's recipe or plan, or this machine's calibrated GPU kinds, are damaged.
     """
     from finlm.plan import gpus, out_of_memory
     from finlm.plan.plan import Plan
@@ -152,8 +141,7 @@ def _report(run_path: Path, error: BaseException) -> str:
 def _memory_now(plan: Plan) -> Taken:
     """Return this rank's bytes of device memory (peak, torch's cache, in use, total) and the host's RAM, as Taken.
 
-    On CPU the first three are the peak of the resident set, and the total is the rank's share of the RAM, at least that
-    peak. When CUDA no longer answers, all four are plan.gpu_memory_bytes.
+    On CPU the first three are the peak of the resident set, the total the rank's share of the RAM or that peak.
     """
     import torch
 
@@ -177,8 +165,8 @@ def _memory_now(plan: Plan) -> Taken:
 def bind_cores(plan: Plan) -> None:
     """Select this rank's GPU and pin the process to the cores of that GPU's NUMA node, if the plan offloads states.
 
-    Does nothing without a GPU or offload. Cores that the process may not use anyway (taskset, a container's limits)
-    stay out. Pins nothing when the NUMA node is not known, or when fewer cores than torch's threads would be left.
+    Does nothing without a GPU or offload. Pins nothing when the NUMA node is not known, or when fewer cores than
+    torch's threads would be left.
     """
     if plan.device != "cuda" or plan.offload_optimizer == plan.offload_param == "none":
         return
@@ -187,15 +175,15 @@ def bind_cores(plan: Plan) -> None:
     number = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(number)
     near = near_cores(bus_address(torch.cuda.get_device_properties(number).uuid))
-    usable = near & os.sched_getaffinity(0)
+    usable = near & os.sched_getaffinity(0)  # taskset and a container's limits hold
     if len(usable) >= torch.get_num_threads():
-        os.sched_setaffinity(0, usable)
+        os.sched_setaffinity(0, usable)  # 1.16 times the speed in DeepSpeed's ZenFlow report
 
 
 def bus_address(uuid: object) -> str | None:
-    """Return a GPU's PCI address as Linux names it (0000:1b:00.0); None when nvidia-smi does not list the GPU.
+    """Ask nvidia-smi for a GPU's PCI address as Linux names it (0000:1b:00.0); return None when it is not listed.
 
-    `uuid` is the GPU's UUID without the prefix "GPU-". Runs nvidia-smi.
+    `uuid` is the GPU's UUID without the prefix "GPU-".
     """
     from finlm.recipe import cluster
 
@@ -204,10 +192,7 @@ def bus_address(uuid: object) -> str | None:
 
 
 def near_cores(address: str | None) -> set[int]:
-    """Return the core indices of the NUMA node of the PCI device at `address`, read from sysfs.
-
-    Empty when `address` is None or its NUMA node is not known.
-    """
+    """Return the core indices of the NUMA node of the PCI device at `address`, from sysfs; empty if not known."""
     try:
         if address is None or int((DEVICES / address / "numa_node").read_text()) < 0:
             return set()

@@ -1,13 +1,12 @@
-"""Read a rank's rows of each step, and compute held-out losses.
+"""Read a rank's rows of each step, keep the documents of a row apart in attention, and compute held-out losses.
 
 Which rows a step reads is computed from (seed, step), so resuming is a seek. Position p of the endless order is row
 order[p]; a step takes the next rows_per_step positions, cut into micro-steps, then ranks, whose micro-batches may
-differ: how a step is cut never changes its rows. A thread reads the next step's rows while the device works on this
-step; copies to a GPU are from pinned memory, and the host does not wait for them.
+differ: how a step is cut never changes its rows.
 
-With `data.document_masks` no document of a row sees another. The model gets a tensor with the bounds of the documents:
-torch's varlen_attn (bf16 or fp16, compute capability 8.0 and later) takes it as it is; elsewhere transformers makes the
-block-diagonal mask from position ids that start again at every document.
+With `data.document_masks` the model gets a tensor with the bounds of the documents: torch's varlen_attn (bf16 or fp16,
+compute capability 8.0 and later) takes it as it is; elsewhere transformers makes the block-diagonal mask from position
+ids that start again at every document.
 """
 
 from __future__ import annotations
@@ -39,14 +38,11 @@ Arrays = tuple[npt.NDArray[Any], ...]
 
 
 class Checksum:
-    """Sum of the CRC-32 of the token ids of every row read since the last take().
-
-    Summed over ranks it is the same however a step is cut into ranks and micro-batches: proof of what was fed.
-    """
+    """Sum of the CRC-32 of the token ids of every row read since the last take(); proof of what was fed."""
 
     def __init__(self) -> None:
         """Begin at 0."""
-        self._sum = 0
+        self._sum = 0  # not a CRC of all: a sum is the same however a step is cut into ranks and micro-batches
 
     def add(self, rows: Iterable[npt.NDArray[Any]]) -> None:
         """Add the CRC-32 of each row's bytes to the sum. A row is a contiguous int64 array of token ids."""
@@ -84,17 +80,11 @@ class Batches:
         self._supervised = lru_cache(maxsize=2)(lambda step: self.rows.supervised(self.row_ids(step).ravel()))
 
     def row_ids(self, step: int) -> Ids:
-        """Return the row ids of a step over all ranks: int64 [micro_steps, rows of rank 0, of rank 1, ...].
-
-        The array is read-only; those of the last two steps are kept.
-        """
+        """Return the row ids of a step over all ranks, int64 [micro_steps, rows of rank 0, of 1, ...], read-only."""
         return self._row_ids(step)
 
     def supervised(self, step: int) -> int:
-        """Return the number of labels that are not -100 in a step, over all ranks and micro-steps.
-
-        Needs no communication. The numbers of the last two steps are kept.
-        """
+        """Return the number of labels that are not -100 in a step, over all ranks and micro-steps; not collective."""
         return self._supervised(step)
 
     def tokens_read(self, step: int) -> int:
@@ -105,8 +95,7 @@ class Batches:
         """Yield the model's arguments for each micro-step of this rank, on the device; add the inputs to the checksum.
 
         The arguments are inputs and labels, int64 [micro_batch, sequence], and with document masks document_bounds(),
-        int32. Takes the rows of read_ahead(step) if there are any, else reads them now; drops rows read ahead for
-        another step.
+        int32. Takes the rows of read_ahead(step); reads them now if other rows or none were read ahead.
         """
         coming, self._coming = self._coming, None
         for arrays in coming[1].result() if coming and coming[0] == step else self._read_step(step):
@@ -114,10 +103,7 @@ class Batches:
             yield tuple(map(self._move_to_device, arrays))
 
     def read_first(self, step: int, rank: int) -> tuple[torch.Tensor, ...]:
-        """Return the arguments of the first micro-step of `rank`, on this rank's device.
-
-        Does not change the checksum.
-        """
+        """Return the arguments of the first micro-step of `rank`, on this rank's device; leave the checksum alone."""
         return tuple(map(self._move_to_device, self._read_rows(self.row_ids(step)[0, self.of_rank[rank]])))
 
     def read_ahead(self, step: int) -> None:
@@ -154,8 +140,8 @@ FEWEST = 64  # bounds are filled up to this many, or twice, four times ... as ma
 def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return the token index at which each document begins in the rows laid end to end, padded with the end: int32.
 
-    `documents` is int32 [batch, sequence]: the index of each token's document in its row (shards.Rows.documents). A row
-    always begins a document. The length is the smallest of 64, 128, 256, ... above the number of documents.
+    `documents` is int32 [batch, sequence]: the index of each token's document in its row (shards.Rows.documents). The
+    length is the smallest of 64, 128, 256, ... above the number of documents.
     """
     begins = np.ones(documents.shape, dtype=bool)  # a row never goes on in the next one
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -166,10 +152,7 @@ def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return each token's position in its document, int32 [batch, sequence].
-
-    `bounds` is the tensor of document_bounds(); `shape` is [batch, sequence].
-    """
+    """Return each token's position in its document, int32 in `shape` [batch, sequence]; of document_bounds()."""
     places = torch.arange(shape.numel(), dtype=bounds.dtype, device=bounds.device)
     starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
     return (places - starts).view(shape)
@@ -178,8 +161,8 @@ def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def attention_implementation(device: str, dtype: torch.dtype, has_sinks: bool = False) -> str:
     """Return the attn_implementation for document masks: NAME, which it registers with transformers, "sdpa" or "eager".
 
-    NAME needs device "cuda" with compute capability 8.0 or later and a dtype other than fp32; with sinks
-    (attend_with_sinks) it also works on a CPU. Elsewhere returns "eager" with sinks, else "sdpa".
+    NAME needs device "cuda" with compute capability 8.0 or later and a dtype other than fp32; with sinks it also works
+    on a CPU. Elsewhere returns "eager" with sinks, else "sdpa".
     """
     has_flash = device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     if has_flash or (has_sinks and device == "cpu"):
@@ -200,12 +183,11 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within documents; `sliding_window` is a number of tokens, the current one included.
+    """Return (causal attention within documents, [batch, sequence, heads, size of value heads], None).
 
     `query` and `key` are [batch, heads, sequence, head size], key with fewer heads in grouped-query attention; `value`
-    is as `key`, with heads of at most that size. `s_aux` has the sink of each head, [heads]. Reads
-    module.document_bounds, on the same device (none: every row is a document), and ignores attention_mask. Returns
-    ([batch, sequence, heads, size of value heads], None).
+    is as `key`, with heads of at most that size. `sliding_window` counts the current token; `s_aux` has the sink of
+    each head, [heads]. Reads module.document_bounds (none: every row is a document); ignores attention_mask.
     """
     batch, heads, sequence, size = query.shape
     groups, value, value_size = heads // key.shape[1], _fill_up(value, size), value.shape[-1]
@@ -277,12 +259,10 @@ def _attend_with_sinks_backward(
     scale: float,
     left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v and sinks, given that of `out`; `out` and `sums` are what the forward returned.
-
-    The kernels' backward passes form each probability from the log-sum-exp, and its gradient from out * gradient: with
-    those of attention with sinks they give the gradients of attention with sinks. A sink's value is 0, so its score's
-    gradient is -probability * sum(out * gradient).
-    """
+    """Return the gradients of q, k, v and sinks, given that of `out`; `out` and `sums` are what forward returned."""
+    # The kernels' backward passes form each probability from the log-sum-exp, and its gradient from out * gradient:
+    # with those of attention with sinks they give the gradients of attention with sinks. A sink's value is 0, so its
+    # score's gradient is -probability * sum(out * gradient).
     by_sinks = -((sinks.float() - sums.T).exp() * (out.float() * gradient.float()).sum(-1)).sum(0).to(sinks.dtype)
     if q.is_cuda:
         none = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of dropout
@@ -322,27 +302,23 @@ attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_back
 
 
 def _documents(bounds: torch.Tensor, left: int, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Yield (tokens, mask) for each document of `bounds`: the slice of its tokens, and a mask to add to its scores.
+    """Yield (slice of its tokens, mask to add to its scores) for each document of `bounds` that is not empty.
 
-    A token sees `left` tokens before its own (-1: all). The mask is None where plain causal attention does: `left`
-    reaches back to the document's first token from every token. Else it is [tokens, tokens] in the dtype of `like`, 0
-    where a token sees another and -inf elsewhere. Empty documents are left out.
+    A token sees `left` tokens before its own (-1: all). The mask is None where plain causal attention does, else
+    [tokens, tokens] in the dtype of `like`.
     """
     for start, stop in itertools.pairwise(bounds.tolist()):
         if start < stop:
             mask, places = None, torch.arange(stop - start)
-            if 0 <= left < stop - start - 1:
+            if 0 <= left < stop - start - 1:  # `left` does not reach the document's first token from its last
                 back = places[:, None] - places
                 mask = torch.zeros(back.shape, dtype=like.dtype).masked_fill((back < 0) | (back > left), -math.inf)
             yield slice(start, stop), mask
 
 
 def _attend_padded(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> tuple[Any, None]:
-    """Return (transformers' SDPA attention with value heads padded to the size of query heads, None).
-
-    The output has the size of the value heads again. Most kernels need heads of equal size; the math kernel, which
-    torch would use instead, keeps every score for the backward pass.
-    """
+    """Return (transformers' SDPA attention with value heads padded to the size of query heads, then cut, None)."""
+    # Most kernels need heads of equal size; the math kernel, which torch would use instead, keeps every score.
     out, _ = sdpa_attention_forward(module, query, key, _fill_up(value, query.shape[-1]), *arguments, **named)
     return out[..., : value.shape[-1]], None
 
@@ -371,14 +347,13 @@ def evaluate(
 ) -> Numbers:
     """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} of held-out rows.
 
-    Losses are means over tokens, in nats. All ranks must call it, in eval mode, which the caller sets; gradients are
-    off. Raises ZeroDivisionError if nothing is held out.
+    Losses are means over tokens, in nats. Collective, without gradients; the caller sets eval mode. Raises
+    ZeroDivisionError if nothing is held out.
 
     Reads rows of batch.sequence_length, spread evenly over each source: at most eval.max_tokens_per_source tokens, but
     at least one row. `loss_sum` maps (inputs, labels), each int64 [batch, sequence], and with document masks
-    document_bounds(), to the summed negative log-likelihood. `micro_batches` has the number of rows that each rank
-    computes at once. `rows_of` makes rows from a source's shards and the sequence length; bits_per_byte is only given
-    with the default, Rows, because the bytes of a dialogue's labels are not known.
+    document_bounds(), to the summed negative log-likelihood. `micro_batches` has the rows that each rank computes at
+    once. `rows_of` makes rows from a source's shards and the sequence length; only Rows gives bits_per_byte.
     """
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     first = sum(micro_batches[:rank])
@@ -406,7 +381,7 @@ def evaluate(
             distributed.all_reduce(nll)
             distributed.all_reduce(tokens)
         sources[name] = _summary(float(nll), int(tokens)) | {"tokens": int(tokens)}
-        if rows_of is Rows:
+        if rows_of is Rows:  # the bytes of a dialogue's labels are not known
             bytes_per_token = sum(part.text_bytes for part in parts) / sum(part.tokens for part in parts)
             sources[name]["bits_per_byte"] = sources[name]["loss"] / math.log(2) / bytes_per_token
     total = sum(source["loss"] * source["tokens"] for source in sources.values())
@@ -414,13 +389,13 @@ def evaluate(
 
 
 def proof_ids(shards: Shards, recipe: Settings) -> list[int]:
-    """Return the token ids of the event `proof`: the first ones of the first held-out shard, or else training shard.
+    """Return the token ids of the event `proof`: the first of the first held-out shard, or else training shard.
 
-    Takes at most PROOF_TOKENS of them, and at most a row. The trained model and its export must give the same loss on
-    them. Under sft.hide_eos, </s> is left out.
+    At most PROOF_TOKENS, and at most a row. The trained model and its export must give the same loss on them.
     """
     shard = [*shards.split("held_out"), *shards.split("train")][0]
-    hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None  # which the export does not hide
+    # Without </s> where training hides it from attention: the export does not.
+    hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None
     ids = shard.ids[: min(PROOF_TOKENS, recipe.batch.sequence_length)].tolist()
     return [number for number in ids if number != hidden]
 
@@ -430,8 +405,8 @@ def loss_of(
 ) -> float:
     """Return the mean negative log-likelihood of `ids` after the first; `loss_sum` is as in evaluate().
 
-    `shape` is the [batch, sequence] that the model is compiled for: `ids`, at least two, must fit a row, and ignored
-    labels fill the rest. Computes without gradients; the caller sets eval mode.
+    `ids`, at least two, must fit a row of `shape` [batch, sequence]; ignored labels fill the rest. Computes without
+    gradients; the caller sets eval mode.
     """
     inputs, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
     inputs[0, : len(ids)], labels[0, : len(ids) - 1] = torch.tensor(ids), torch.tensor(ids[1:])

@@ -1,7 +1,7 @@
 """Do what a rank of every stage does: join the others, seed generators, exchange values, record events.
 
 A signal is noted as a number, which the training loop gathers with the loss after each step, so all ranks stop after
-the same step. On a full disk events wait in memory. What is deterministic, and the price, is in docs/determinism.md.
+the same step. What is deterministic, and the price, is in docs/determinism.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 import deepspeed
 import numpy as np
@@ -47,17 +47,17 @@ def join_ranks(recipe: Settings, plan: Plan) -> int:
     world_size = distributed.get_world_size()
     if world_size != plan.world_size:
         raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
-    seed_all(recipe.train.seed)
+    random.seed(recipe.train.seed)
+    np.random.seed(recipe.train.seed % 2**32)
+    torch.manual_seed(recipe.train.seed)  # all CUDA devices too; new weights and the data order have their own
     if recipe.train.deterministic:
         make_deterministic()
     return distributed.get_rank()
 
 
 def versions(plan: Plan) -> dict[str, str | int]:
-    """Return the fields of the `start` event: world size, device, software versions and parameters.
-
-    On CPU also the instruction set and the number of threads, on which rounding depends.
-    """
+    """Return the fields of the `start` event: world size, device, software versions and parameters."""
+    # On CPU, rounding depends on them.
     kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     return {
         "world_size": plan.world_size,
@@ -72,13 +72,13 @@ def versions(plan: Plan) -> dict[str, str | int]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a step over all ranks: lists have a value of each rank, rows_crc is the ranks' sum."""
+    """Measurements of a step over all ranks."""
 
     losses: list[float]  # of each rank
-    work_seconds: list[float]  # of each rank's own work, where that is known
+    work_seconds: list[float]  # of each rank, where that is known
     memory_bytes: int  # the largest rank's peak
     signal: int  # that one of them got; 0 = none
-    rows_crc: int
+    rows_crc: int  # sum over the ranks
     seconds: float
 
 
@@ -93,6 +93,7 @@ def measure_step(plan: Plan, loss: float, crc: int, begun: float, work_seconds: 
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     values = [loss, memory, received_signal(), crc, work_seconds]
+    # A single collective; fp64 holds integers up to 2**53, so bytes and checksums arrive whole.
     mine = torch.tensor(values, dtype=torch.float64, device=plan.device)
     gathered = [torch.empty_like(mine) for _ in range(plan.world_size)]
     distributed.all_gather(gathered, mine)
@@ -113,11 +114,7 @@ class Step:
     measured: Measured
 
     def row(self, plan: Plan, engine: Any) -> dict[str, float | None]:
-        """Return the fields of the step's `step` event, the same keys in every stage.
-
-        grad_norm is None if the engine has none, loss_scale in every precision but fp16, mfu if the plan knows no peak
-        FLOP/s.
-        """
+        """Return the fields of the `step` event, the same keys in every stage; None where there is no such number."""
         norm, speed = engine.get_global_grad_norm(), self.tokens_read / self.measured.seconds
         flops = plan.flops_per_token * speed / plan.world_size
         return {
@@ -141,18 +138,8 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def seed_all(seed: int) -> None:
-    """Seed Python, NumPy, torch and all CUDA devices. New weights and the data order have generators of their own."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # all CUDA devices too
-
-
 def make_deterministic() -> None:
-    """Make torch use deterministic operations, by global options.
-
-    An operation that has no such form then raises an error.
-    """
+    """Set torch's global options for deterministic operations; those without such a form then raise RuntimeError."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs, shows bugs only
     torch.backends.cudnn.deterministic = True
@@ -163,28 +150,20 @@ def make_deterministic() -> None:
         config.deterministic = True
 
 
-class GeneratorState(TypedDict):
-    """The states of all random generators, of types that torch.load accepts with weights_only."""
-
-    python: tuple[Any, ...]
-    numpy: tuple[str, torch.Tensor, int, int, float]
-    torch: torch.Tensor
-    cuda: torch.Tensor | None
-
-
-def generator_state() -> GeneratorState:
+def generator_state() -> dict[str, Any]:
     """Return the states of the generators of Python, NumPy, torch's CPU and the current GPU (None without CUDA)."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
+        # NumPy's keys as a tensor: torch.load(weights_only=True), which reads this again, refuses arrays.
         "numpy": (str(name), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
-def restore_generators(saved: GeneratorState) -> None:
-    """Set the generators of Python, NumPy and torch's CPU to `saved`, and the current GPU's if both have it."""
+def restore_generators(saved: dict[str, Any]) -> None:
+    """Set the generators to `saved`, of generator_state(); the GPU's only if it was saved and there is one."""
     random.setstate(saved["python"])
     name, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
@@ -194,7 +173,7 @@ def restore_generators(saved: GeneratorState) -> None:
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order. All ranks must call it. Values are pickled."""
+    """Pickle this rank's value and return the values of all ranks in rank order. Collective."""
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, value)
     return every
@@ -203,11 +182,10 @@ def gather_values(value: Any) -> list[Any]:
 def ranks_sharing(directory: Path) -> list[int]:
     """Return the sorted ranks, this one included, that see this rank's `directory`: hosts may share a disk. Collective.
 
-    Creates the directory. Every rank creates a marker file in it, looks for the others', and removes its marker. The
-    names are new in each call, which also keeps a network disk from answering from its cache.
+    Creates the directory, and in it for a moment a marker file of each rank. Raises OSError if it cannot.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    moment = gather_values(os.urandom(8).hex())[0]
+    moment = gather_values(os.urandom(8).hex())[0]  # new names: a network disk answers for known ones from its cache
     marks = [directory / f".rank-{rank}.{moment}" for rank in range(distributed.get_world_size())]
     mark_here = marks[distributed.get_rank()]
     mark_here.touch()
@@ -219,20 +197,19 @@ def ranks_sharing(directory: Path) -> list[int]:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ONE_REQUEST_SECONDS = 5.0
+ONE_REQUEST_SECONDS = 5.0  # a scheduler signals the ranks and their launcher, which passes it on: that is one request
 _received = 0
 _since = 0.0
 
 
 def note_signals() -> None:
-    """Install handlers that note SIGTERM and SIGINT for received_signal() instead of ending the process; unblock both.
+    """Unblock SIGTERM and SIGINT and note the first for received_signal(), instead of ending the process.
 
-    A signal that arrived while it was blocked is noted now. Another signal more than ONE_REQUEST_SECONDS after the
-    first ends the process.
+    Another one more than ONE_REQUEST_SECONDS later ends the process.
     """
     for number in SIGNALS:
         signal.signal(number, _note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by launch/agent.py
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch/agent.py blocked them: one that came is noted now
 
 
 def received_signal() -> int:
@@ -241,10 +218,7 @@ def received_signal() -> int:
 
 
 def _note(number: int, _: FrameType | None) -> None:
-    """Note the first signal and its time in this module; end the process at one ONE_REQUEST_SECONDS later or more.
-
-    A signal in between changes nothing.
-    """
+    """Note the first signal and its time in this module; end the process at one ONE_REQUEST_SECONDS later or more."""
     global _received, _since
     if not _received:
         _received, _since = number, time.monotonic()
@@ -267,8 +241,7 @@ class Events:
     def record(self, kind: str, **fields: Any) -> None:
         """Append an event on rank 0; do nothing on others.
 
-        On a full disk or quota keep it, with its time, for the next call. Prints a line when the first event has to
-        wait. Raises other OSErrors.
+        On a full disk or quota keeps it, with its time, for the next call, and prints so once. Raises other OSErrors.
         """
         if self.rank != 0:
             return
@@ -312,10 +285,7 @@ class Rank(Generic[R]):
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
 
     def end(self, step: int, status: str, exit_code: int) -> int:
-        """Record the event `end`, wait for all ranks, and return `exit_code`. Collective.
-
-        `step` is the number of finished steps, `status` finished, failed or interrupted.
-        """
+        """Record the event `end` after `step` steps, wait for all ranks, and return `exit_code`. Collective."""
         seconds = round(time.monotonic() - self.started, 1)
         self.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
         distributed.barrier()
@@ -323,10 +293,10 @@ class Rank(Generic[R]):
 
 
 def open_rank(run_path: Path, recipe: R) -> Rank[R]:
-    """Install signal handlers (note_signals), open the run directory, join the process group, and return a Rank.
+    """Install signal handlers, open the run directory, whose recipe is `recipe`, join the process group; return a Rank.
 
-    `recipe` is that of the run. Raises UserError when run_path is no run directory or its plan or shards cannot be
-    read, and RuntimeError when the plan has another number of ranks.
+    Raises UserError when run_path is no run directory or its plan or shards cannot be read, and RuntimeError when the
+    plan has another number of ranks.
     """
     started = time.monotonic()
     note_signals()

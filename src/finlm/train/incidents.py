@@ -3,14 +3,12 @@
 A step whose loss or gradient is not finite never reaches the weights: DeepSpeed's ZeRO optimizers leave weights,
 moments and schedule alone when the gradient norm over all ranks is not finite (zero/engine.py does so where there is no
 ZeRO), and `weight` turns a loss that is not finite, or a spike to be skipped, into such a gradient without a wait of
-the host. To name such gradients costs a reduction a parameter: they are watched only after a first incident or near
-fp16's smallest loss scale. A rollback leaves out the data of a spike, as for PaLM (arXiv 2204.02311, 5.1).
+the host. A rollback leaves out the data of a spike, as for PaLM (arXiv 2204.02311, 5.1).
 
-A slow rank shows in the time of its reading and forward pass, as whole steps take all ranks the same time; at ZeRO-3
-forward waits for weights too, and only slow reading shows. A GPU that computes wrongly and raises no error spoils the
-weights of all (six interruptions in 54 days of Llama 3, arXiv 2407.21783). So ranks with GPUs of one kind form a ring;
-now and then each computes the gradients of its micro-batch and of the previous rank's, compared bit for bit, or by
-norms where kernels vary. Not compared: ZeRO-3, other stages, GPUs alone of a kind.
+A GPU that computes wrongly and raises no error spoils the weights of all (six interruptions in 54 days of Llama 3,
+arXiv 2407.21783). So ranks with GPUs of one kind form a ring; now and then each computes the gradients of its
+micro-batch and of the previous rank's, compared bit for bit, or by norms where kernels vary. Not compared: ZeRO-3,
+other stages, GPUs alone of a kind.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import distributed
@@ -71,15 +69,6 @@ class Skipped:
         return len(self.steps)
 
 
-class WatchState(TypedDict, total=False):
-    """State of a Watch: losses of applied steps, skipped steps, whether the last loss was a spike; see Guard.state."""
-
-    losses: list[float]
-    skipped: list[int]
-    is_high: bool
-    names_gradients: bool
-
-
 class Watch:
     """Judges each step's loss and update, and remembers recent losses and skipped steps."""
 
@@ -88,7 +77,7 @@ class Watch:
         self.settings, self.scales_loss = settings, scales_loss
         self.restore(())
 
-    def state(self) -> WatchState:
+    def state(self) -> dict[str, Any]:
         """Return the state as plain values for a checkpoint; its items are the arguments of restore()."""
         return {"losses": list(self._losses), "skipped": list(self._skipped.steps), "is_high": self._is_high}
 
@@ -101,23 +90,23 @@ class Watch:
     def weight(
         self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int, last: bool
     ) -> torch.Tensor:
-        """Return `scale` as a scalar tensor, or NaN if `summed` is not finite or the loss is a spike to be skipped.
+        """Return the factor of a micro-step's loss: `scale` as a scalar tensor, or NaN to have the step skipped.
 
-        `summed` is this micro-step's loss, `loss` this rank's sum so far, `supervised` the labels on all ranks. Spikes
-        are looked for if `last` (in the step's last micro-step); all ranks must call it then.
+        It is NaN if `summed`, this micro-step's loss, is not finite, or, if `last` (of the step), when the step's loss
+        is a spike to be skipped. `loss` is this rank's sum so far, `supervised` the step's labels on all ranks.
+        Collective if `last`.
         """
         fine = summed.detach().isfinite()
         if last and self.settings.spike.then == "skip" and self.limit < math.inf:
             total = loss.clone()
             distributed.all_reduce(total)
             fine &= total <= self.limit * supervised
-        return torch.where(fine, scale, math.nan)
+        return torch.where(fine, scale, math.nan)  # on the device: a Python `if` would wait for it
 
     def judge(self, step: int, loss: float, is_applied: bool, rank_losses: Iterable[float] = ()) -> Incident | None:
         """Return the incident of a finished step, or None; update recent losses, skipped steps and the spike limit.
 
-        `loss` is the mean over all ranks; `rank_losses` has each rank's sum, to name ranks with NaN. Of spikes in a row
-        that change nothing, only the first is an incident.
+        `loss` is the mean over all ranks; `rank_losses` has each rank's sum, to name ranks with NaN.
         """
         if not math.isfinite(loss):
             bad = [str(rank) for rank, total in enumerate(rank_losses) if not math.isfinite(total)]
@@ -136,7 +125,7 @@ class Watch:
         elif is_spike and not self._is_high:  # of several in a row the first is recorded
             spike = Incident("loss spike", self._height(loss), blame=True)
         self._is_high = is_spike
-        if spike is None or spike.then == "go_on":
+        if spike is None or spike.then == "go_on":  # else a rollback takes the step back
             self._losses.append(loss)
             self.limit = self._limit()
         return spike
@@ -152,10 +141,8 @@ class Watch:
     def _height(self, loss: float) -> str:
         """Return text that says how many deviations a loss is above the median of the recent ones."""
         middle, deviation = _median_and_deviation(self._losses)
-        return (
-            f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} deviations above {middle:.4f}, "
-            f"the median of the last {len(self._losses)} steps"
-        )
+        above = f"{(loss - middle) / deviation:.1f} deviations above {middle:.4f}"
+        return f"loss {loss:.4f} is {above}, the median of the last {len(self._losses)} steps"
 
     def _limit(self) -> float:
         """Return the loss above which a step is a spike; infinity with less than FEWEST or spike.window losses."""
@@ -174,7 +161,7 @@ def _median_and_deviation(losses: Iterable[float]) -> tuple[float, float]:
 
 
 class Gradients:
-    """Notes which parameters had a gradient that was not finite, between watch() and name_bad()."""
+    """Notes which parameters had a gradient that was not finite, from watch() on, at the cost of a reduction each."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         """Keep the model's parameters and a flag for each on `device`; nothing is watched yet."""
@@ -197,10 +184,9 @@ class Gradients:
             self._flags[number] |= ~gradient.isfinite().all()
 
     def name_bad(self) -> str:
-        """Return a clause that names the gradient that was not finite first, and counts such gradients; "" without any.
+        """Return a clause on the gradients of all ranks that were not finite since the last call; "" without any.
 
-        Looks at all ranks since watch() or the last call, and clears the notes. Collective. If nothing is watched yet,
-        begins to watch and returns "".
+        It names the first and counts all. If nothing is watched yet, begins to watch and returns "". Collective.
         """
         if not self.is_watching:
             self.watch()
@@ -216,7 +202,7 @@ class LossScale:
     """Watches fp16's dynamic loss scale; does nothing for other precisions or a fixed scale."""
 
     def __init__(self, engine: Any, recipe: Settings, gradients: Gradients) -> None:
-        """Call remember(). `gradients` watches `engine`'s module; `recipe` gives the advice its values."""
+        """Keep DeepSpeed's engine, and the Gradients of its module, and note its loss scale (remember)."""
         self._engine, self._recipe, self._gradients = engine, recipe, gradients
         self._is_last = False
         self.remember()
@@ -228,7 +214,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return an incident if fp16's scaler skipped the step (to stop if it cannot lower), else None. Collective."""
+        """Return an incident if fp16's scaler skipped the step, to stop if the scale cannot fall, else None."""
         scaler = self._scaler
         if scaler is None:
             return None
@@ -250,10 +236,7 @@ class LossScale:
         return Incident("step skipped", f"{detail}{near}; {self._advice()}")
 
     def remember(self) -> None:
-        """Note whether the next overflow ends the run, and watch gradients near the smallest scale; also after a load.
-
-        Keeps DeepSpeed from raising an error at that scale: judge() ends the run instead.
-        """
+        """Note whether the next overflow ends the run; watch gradients near the smallest scale. Call after a load."""
         scaler = self._scaler
         if scaler is None:
             return
@@ -277,6 +260,7 @@ class Stopwatch:
 
     def __init__(self, plan: Plan) -> None:
         """Begin at 0 seconds; the plan's ZeRO stage and device say how forward() measures."""
+        # Whole steps take all ranks the same time, and so do ZeRO-3's forward passes, which wait for others' weights.
         self._counts_forward, self._on_device = plan.zero_stage < 3, plan.device == "cuda"
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -363,10 +347,10 @@ class Twins:
             self._every = None
 
     def check(self, step: int, data_step: int) -> Incident | None:
-        """Every every_steps steps, compare neighbours' gradients of the step's first micro-batches; collective.
+        """Every every_steps steps, compare neighbours' gradients of the step's first micro-batches. Collective.
 
         Returns an incident if they differ, else None. Where bits are compared the first check also computes each rank's
-        gradients twice: if these differ, that is the incident, and checks end. `step` read the data of `data_step`.
+        gradients twice: if these differ, that is the incident, and checks end.
         """
         if self._every is None or step % self._every:
             return None
@@ -380,10 +364,10 @@ class Twins:
         return self._judge(torch.stack(every).cpu())
 
     def _judge(self, seen: torch.Tensor) -> Incident | None:
-        """Return an incident that names the ranks whose gradients differ, or None.
+        """Return the incident of check(), or None.
 
         `seen` is [ranks, 3, weights]: what _measure() returned for each rank's micro-batch, for it once more, and for
-        the previous rank's. Ends the checks where deterministic kernels vary.
+        the previous rank's.
         """
         where = self._plan.rank_hosts
         if not self._is_proven:
@@ -428,7 +412,7 @@ class Twins:
             return a != b
         larger = torch.maximum(a, b).nan_to_num(0.0, posinf=0.0)
         is_near = (a - b).abs() <= RELATIVE * larger + ABSOLUTE * larger.max()
-        return ~is_near & (a.isfinite() | b.isfinite())  # an overflow of both is the same
+        return ~is_near & (a.isfinite() | b.isfinite())  # an overflow of both is no difference
 
 
 def rings(plan: Plan) -> list[tuple[int, ...]]:

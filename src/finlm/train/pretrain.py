@@ -1,7 +1,6 @@
-"""Pretrain the model of a run directory with a plain DeepSpeed loop, as its plan says.
+"""Pretrain the model of a run directory with a plain DeepSpeed loop, as its plan says; record events.jsonl.
 
-Everything was decided before launch; here it is carried out and recorded in events.jsonl. The loss of a step is the sum
-over all ranks and micro-steps divided by the supervised tokens of all ranks and micro-steps, so micro-batch,
+The loss of a step is the sum over all ranks and micro-steps divided by their supervised tokens, so micro-batch,
 accumulation and world size change memory and speed but not the gradient.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +51,9 @@ class Setup(Rank[Settings]):
 
 
 def main(run_path: Path, recipe: Settings) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code. Every rank calls it.
+    """Train the run in `run_path`, whose recipe is `recipe`, to its last step; return the exit code. Collective.
 
-    `recipe` is that of the run. The code is 0 at the end, 1 when an incident ends the run, or 128 + signal. Raises
-    UserError when the run directory, its plan, shards, first weights or checkpoints cannot be used; RuntimeError when
-    the plan has another number of ranks.
+    Does prepare() and loop(), and raises what they raise.
     """
     s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
@@ -67,12 +64,8 @@ def loop(s: Setup) -> int:
     """Train from the newest checkpoint, or from step 0 without any, to the plan's last step; return the exit code.
 
     The code is 0, 1 when an incident ends the run, or 128 + signal after a signal, which saves a checkpoint first.
-    Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it. A call of
-    the engine returns the loss summed over labels, because kernels.swap_loss replaced the model's forward in prepare().
-    Freezes the objects that exist now out of garbage collection.
-
-    Raises UserError when the run had checkpoints and none of them is whole on all hosts, when the newest one's manifest
-    is of another version of finlm, or when FINLM_STEP announced a step other than the newest one's.
+    Records events, evaluates and saves when due, and rolls back as the guard says. Collective. Freezes the objects that
+    exist now out of garbage collection. Raises UserError as Checkpoints.resume() does.
     """
     step = s.checkpoints.resume()
     s.guard.resume(step)
@@ -91,15 +84,16 @@ def loop(s: Setup) -> int:
         loss = torch.zeros((), device=s.batches.device)
         for batch in s.guard.read(data_step):
             with s.guard.stopwatch.forward():
-                summed = s.engine(*batch)
-            loss += summed.detach()
+                summed = s.engine(*batch)  # the sum over labels: kernels.swap_loss replaced the model's forward
+            loss += summed.detach()  # stays on the device: an .item() here would make the host wait in each micro-step
             weight = s.guard.weight(summed, loss, scale, supervised)
             s.engine.backward(summed * weight)  # DeepSpeed divides by micro-steps and averages over ranks
             s.engine.step()
         step += 1
-        s.batches.read_ahead(s.guard.data_step(step))
-        seen, interrupted = log_step(s, step, data_step, loss, lr, begun)
-        then = s.guard.judge(step, data_step, seen)
+        s.batches.read_ahead(s.guard.data_step(step))  # before log_step, which waits for the device
+        done = log_step(s, step, data_step, loss, lr, begun)
+        interrupted = done.measured.signal
+        then = s.guard.judge(step, data_step, done)
         if then == "stop":
             return s.end(step, "failed", 1)
         if then == "roll_back" and (restored := s.guard.roll_back(step, data_step)) is not None:
@@ -111,7 +105,7 @@ def loop(s: Setup) -> int:
             evaluate(s, step)
         if last:
             record_proof(s, step)
-        # After the evaluation: what a checkpoint follows is recorded.
+        # After the evaluation and the proof: a run that resumes from this checkpoint does not repeat them.
         s.checkpoints.save_if_due(step, at_once=last or bool(interrupted))
         if interrupted and not last:
             return s.end(step, "interrupted", 128 + interrupted)
@@ -122,14 +116,13 @@ def prepare(run_path: Path, recipe: Settings) -> Setup:
     """Join the process group and build this rank's model, engine, batches and checkpoints from the run directory.
 
     Installs signal handlers and removes half-written checkpoints. Raises UserError when run_path is no run directory,
-    or when its plan, shards or the weights that it starts from cannot be used; RuntimeError when the plan has another
-    number of ranks.
+    or its plan, shards or first weights cannot be used; RuntimeError when the plan has another number of ranks.
     """
     r = open_rank(run_path, recipe)
     plan, shards = r.plan, r.shards
     config = model_config(recipe, plan, shards.bos_id, shards.eos_id)
     model = load(recipe, plan, r.run.ds_config, config, shards.tokenizer)
-    kernels.swap(model, plan)
+    kernels.swap(model, plan)  # first: ZeRO-3 reads the leaf modules that it marks
     engine = initialize(model, plan, r.run.ds_config)
     rows = packing.open_rows(shards, plan.sequence_length, recipe.data.packing)
     run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
@@ -139,28 +132,23 @@ def prepare(run_path: Path, recipe: Settings) -> Setup:
     return Setup(**vars(r), engine=engine, batches=batches, checkpoints=checkpoints)
 
 
-def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float, begun: float) -> tuple[Outcome, int]:
-    """Record the event `step`; return (what all ranks know of the step, number of a signal that a rank received or 0).
+def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float, begun: float) -> entry.Step:
+    """Gather the finished step `step` (from 1) from all ranks, record the event `step`, and return it. Collective.
 
-    `step` counts from 1; `data_step` is the 0-based step whose rows were read. `loss` is this rank's loss sum over its
-    labels, on the device. `begun` is time.monotonic() at the start of the step. Resets checksum and stopwatch. Waits
-    for the device; all ranks must call it.
+    `data_step` is the 0-based step whose rows were read, `loss` this rank's loss summed over its labels, on the device,
+    and `begun` time.monotonic() at the start of the step. Resets checksum and stopwatch. Waits for the device.
     """
     supervised, read = s.batches.supervised(data_step), s.batches.tokens_read(data_step)
     # In this order: the stopwatch is read when the device is done.
     waited, crc = loss.item(), s.batches.checksum.take()
     measured = entry.measure_step(s.plan, waited, crc, begun, s.guard.stopwatch.take())
-    seen = Outcome(float(sum(measured.losses) / supervised), measured.losses, measured.work_seconds)
-    done = entry.Step(step, seen.loss, lr, supervised, read, measured)
+    done = entry.Step(step, sum(measured.losses) / supervised, lr, supervised, read, measured)
     s.events.record("step", **done.row(s.plan, s.engine))
-    return seen, measured.signal
+    return done
 
 
 def evaluate(s: Setup, step: int) -> None:
-    """Record loss and perplexity of held-out rows, in all and by source, in the event `eval`.
-
-    Nothing if none are held out. Collective. Leaves the engine in train mode.
-    """
+    """Record the event `eval` of the held-out rows, if there are any; leave the engine in train mode. Collective."""
     if not s.shards.split("held_out"):
         return
     s.engine.eval()
@@ -170,9 +158,9 @@ def evaluate(s: Setup, step: int) -> None:
 
 
 def record_proof(s: Setup, step: int) -> None:
-    """Record, in the event `proof`, token ids and the trained model's mean loss on them, which its export must give.
+    """Record the event `proof`: token ids and the trained model's mean loss on them, which its export must reproduce.
 
-    Collective. Leaves the engine in train mode. `step` goes into the event.
+    Leaves the engine in train mode. Collective.
     """
     ids = batches.proof_ids(s.shards, s.recipe)
     s.engine.eval()
@@ -185,41 +173,6 @@ def record_proof(s: Setup, step: int) -> None:
 NAMED_DOCUMENTS = 20
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What all ranks know of a step after its gather: the mean loss, and by rank its loss sum and seconds of work."""
-
-    loss: float
-    rank_losses: Sequence[float]
-    own_seconds: Sequence[float]
-
-
-class Jumps:
-    """Maps steps to the steps whose data they read (0-based); they differ once a rollback left data out."""
-
-    def __init__(self, rollbacks: Iterable[tuple[int, int]] = ()) -> None:
-        """Begin with the rollbacks of the run so far, oldest first: (step, data step that it reads) of each."""
-        self._jumps: list[tuple[int, int]] = []
-        self.count = 0  # roll backs of the run, those too whose jump is void by now
-        for step, data_step in rollbacks:
-            self.add(step, data_step)
-
-    def add(self, step: int, data_step: int) -> None:
-        """Make `step` read the data of `data_step` and later steps what follows it; add 1 to `count`.
-
-        Drops earlier jumps at `step` or later.
-        """
-        self.count += 1
-        self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
-
-    def data_step(self, step: int) -> int:
-        """Return the 0-based index of the step whose data this step reads; `step` itself before the first jump."""
-        for begin, data in reversed(self._jumps):
-            if step >= begin:
-                return data + step - begin
-        return step
-
-
 class Guard:
     """Judges each finished step, records its incidents, and skips, stops or rolls back as recipe.incidents says.
 
@@ -227,7 +180,7 @@ class Guard:
     """
 
     def __init__(self, s: Setup) -> None:
-        """Create the judges of a run; set its Checkpoints' watch_state and rolls_back. Takes all fields of `s`."""
+        """Create the judges of a run; set its Checkpoints' watch_state and rolls_back."""
         self.s, self.settings = s, s.recipe.incidents
         s.checkpoints.watch_state, s.checkpoints.rolls_back = self.state, self.settings.spike.then == "roll_back"
         scales_loss = s.plan.precision == "fp16" and s.recipe.train.fp16.loss_scale == 0
@@ -237,32 +190,26 @@ class Guard:
         self.stopwatch = Stopwatch(s.plan)
         self.stragglers = Stragglers(self.settings.straggler, s.plan)
         self.twins = Twins(self.settings.corruption.every_steps, s.plan, s.rank, s.engine.module, s.batches)
-        self.jumps = Jumps()
+        self.rollbacks: list[tuple[int, int]] = []  # (step, data step that it reads) of each, oldest first
         self._micro_losses: list[torch.Tensor] = []
 
     def state(self) -> State:
-        """Return the state to save in a checkpoint: that of the watch, and whether gradients are watched.
-
-        The speeds of ranks stay out: they depend on hosts and hours, and would change the bytes of an equal training.
-        """
+        """Return the state to save in a checkpoint: that of the watch, and whether gradients are watched."""
+        # Without the speeds of ranks: they depend on hosts and hours, and would change the bytes of an equal training.
         return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
 
     def resume(self, step: int) -> None:
-        """Restore the watch from the loaded checkpoint and jumps from events.jsonl; note the loss scale. Collective.
-
-        `step` is the number of finished steps. Call it once, after the checkpoints' resume().
-        """
-        self.jumps = Jumps(self._restore(step))
+        """Restore the watch after the checkpoints' resume() to `step`, and read the run's rollbacks. Collective."""
+        self.rollbacks = self._restore(step)
 
     def _restore(self, step: int) -> list[tuple[int, int]]:
-        """Restore the watch from the loaded checkpoint; return (step, data step) of every rollback so far.
+        """Restore the watch from the loaded checkpoint of `step`; return the rollbacks in events.jsonl. Collective.
 
-        Collective: rank 0 reads events.jsonl for all. If the checkpoint has no watch (step 0, an earlier version), the
-        losses up to `step` come from events.jsonl. Watches gradients if the checkpoint did, and notes the loss scale
-        (LossScale.remember), which the engine has loaded.
+        If the checkpoint has no watch (step 0, an earlier version), the losses up to `step` come from events.jsonl.
+        Watches gradients if the checkpoint did, and notes the loss scale, which the engine has loaded.
         """
         history: list[Any] = [_read_history(self.s.run, step) if distributed.get_rank() == 0 else None]
-        distributed.broadcast_object_list(history)
+        distributed.broadcast_object_list(history)  # without a shared disk only rank 0's host has the events
         rollbacks, losses = history[0]
         saved = dict(self.s.checkpoints.watch_loaded or {"losses": losses})
         if saved.pop("names_gradients", False):
@@ -272,59 +219,56 @@ class Guard:
         return list(rollbacks)
 
     def data_step(self, step: int) -> int:
-        """Return the 0-based index of the step whose data this step reads; later than `step` after a rollback."""
-        return self.jumps.data_step(step)
+        """Return the 0-based index of the step whose data `step` reads; they differ once a rollback left data out."""
+        for begin, data in reversed(self.rollbacks):  # the newest first: it voids earlier ones at its step or later
+            if step >= begin:
+                return data + step - begin
+        return step
 
     def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return an iterator over this rank's micro-batches of a data step, each the arguments of the model.
+        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses.
 
-        Forgets the last step's losses. The stopwatch counts the wait for the first micro-batch.
+        The stopwatch counts the wait for the first micro-batch.
         """
         self._micro_losses.clear()
         return self.stopwatch.reading(self.s.batches.read(data_step))
 
     def weight(self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int) -> torch.Tensor:
-        """Return the factor of a micro-step's summed loss as a scalar tensor: `scale`, or NaN to have the step skipped.
-
-        It is NaN if `summed` is not finite, or in the last micro-step if the step's loss is a spike to be skipped.
-        `summed` is this micro-step's loss, `loss` this rank's sum so far with it, `supervised` the labels of the step
-        on all ranks. Keeps `summed`, to name the worst documents later. All ranks must call it in the same order.
-        """
+        """Return Watch.weight() of the micro-step; keep `summed`, to name the worst documents later. Collective."""
         self._micro_losses.append(summed.detach())
         last = len(self._micro_losses) == self.s.plan.gradient_accumulation_steps
         return self.watch.weight(summed, loss, scale, supervised, last)
 
-    def judge(self, step: int, data_step: int, seen: Outcome) -> Then:
-        """Judge a finished step, record its incidents, and return what the loop does next: go_on, stop or roll_back.
+    def judge(self, step: int, data_step: int, done: entry.Step) -> Then:
+        """Judge the finished step, record its incidents, and return what the loop does next. Collective.
 
-        Collective. A slow rank or differing gradients are recorded and change nothing. Once the run was rolled back
+        A slow rank or differing gradients are recorded and change nothing. Once the run was rolled back
         incidents.stop_after times, records a further incident and returns stop in place of roll_back.
         """
         is_applied = bool(self.s.engine.was_step_applied())
         scale = self.loss_scale.judge(is_applied)
-        trouble = self.watch.judge(step, seen.loss, is_applied, seen.rank_losses)
+        trouble = self.watch.judge(step, done.loss, is_applied, done.measured.losses)
         # A spike is skipped by a NaN, which is no overflow though the loss scale takes it for one.
         is_skipped_spike = trouble is not None and trouble.what == "loss spike, step skipped"
-        if scale is not None and not is_skipped_spike and (scale.then == "stop" or math.isfinite(seen.loss)):
+        if scale is not None and not is_skipped_spike and (scale.then == "stop" or math.isfinite(done.loss)):
             trouble = scale
-        slow = self.stragglers.judge(seen.own_seconds)
-        corrupt = self.twins.check(step, data_step)
-        for incident in (trouble, slow, corrupt):
+        for incident in (trouble, self.stragglers.judge(done.measured.work_seconds), self.twins.check(step, data_step)):
             if incident is not None:
                 self._record_incident(step, data_step, incident, is_applied)
-        if trouble is not None and trouble.then == "roll_back" and self.jumps.count >= self.settings.stop_after:
-            detail = f"the run was rolled back {self.jumps.count} times already (incidents.stop_after)"
+        if trouble is None:
+            return "go_on"
+        if trouble.then == "roll_back" and len(self.rollbacks) >= self.settings.stop_after:
+            detail = f"the run was rolled back {len(self.rollbacks)} times already (incidents.stop_after)"
             self.s.events.record("incident", step=step, what="too many loss spikes", detail=detail)
             return "stop"
-        return trouble.then if trouble is not None else "go_on"
+        return trouble.then
 
     def roll_back(self, step: int, data_step: int) -> int | None:
         """Load the newest scheduled checkpoint at least spike.roll_back_steps + 1 steps before `step`; return its step.
 
         Training then skips the data after that checkpoint up to and including data_step. Restores the watch, removes
         later checkpoints, and records the event `rollback`. If there is no such checkpoint, records an incident and
-        returns None. Collective. Raises UserError when hosts have checkpoints but none in common, or one of another
-        version of finlm.
+        returns None. Collective. Raises UserError as Checkpoints.roll_back() does.
         """
         at_most = step - 1 - self.settings.spike.roll_back_steps
         restored = self.s.checkpoints.roll_back(at_most)
@@ -333,15 +277,15 @@ class Guard:
             self.s.events.record("incident", step=step, what="not rolled back", detail=detail)
             return None
         self._restore(restored)
-        self.jumps.add(restored, data_step + 1)
+        self.rollbacks.append((restored, data_step + 1))
         self.s.events.record("rollback", step=restored, origin=step, data_step=data_step + 1)
         return restored
 
     def _record_incident(self, step: int, data_step: int, incident: Incident, is_applied: bool) -> None:
         """Record an incident in events.jsonl; with incident.blame, also the documents of the highest loss. Collective.
 
-        If the step was skipped (not `is_applied`), the detail also names the first gradient that was not finite, once
-        gradients are watched: the first skipped step only begins to watch them.
+        If the step was skipped (not `is_applied`), the detail also names the first gradient that was not finite, unless
+        it is the first skipped step, which only begins to watch gradients.
         """
         names = "" if is_applied or "began in" in incident.detail else self.gradients.name_bad()
         documents, where = self._name_worst_documents(data_step) if incident.blame else ([], "")
@@ -350,10 +294,10 @@ class Guard:
         self.s.events.record("incident", step=step, what=incident.what, detail=detail, **more)
 
     def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
-        """Return (documents of the micro-batch with the highest mean loss, clause about it). Collective.
+        """Return (at most NAMED_DOCUMENTS of the micro-batch with the highest mean loss, clause about it). Collective.
 
-        Looks at the micro-batches of all ranks. A loss that is not finite is the highest. At most NAMED_DOCUMENTS are
-        returned, though the clause counts all; ranks other than 0 return ([], "").
+        Looks at the micro-batches of all ranks. A loss that is not finite is the highest. Ranks other than 0 return
+        ([], "").
         """
         losses = torch.stack(self._micro_losses)
         every = [torch.empty_like(losses) for _ in range(self.s.plan.world_size)]
