@@ -447,7 +447,7 @@ def test_the_rows_that_are_shown_are_those_that_the_run_reads(make: Make, capsys
     run_rows = plan.steps * plan.tokens_per_step // 64  # as train/pretrain.py counts them
     order = packing.order(rows.source_ranges(), wanted.data.mixture, run_rows, 64, wanted.train.seed)
     capsys.readouterr()
-    prepare.print_rows(wanted, shards, 5)
+    prepare.show_rows(wanted, shards, 5)
     shown = re.findall(r"row ([\d,]+) of", capsys.readouterr().out)
     assert [int(row.replace(",", "")) for row in shown] == order[np.arange(5)].tolist()
 

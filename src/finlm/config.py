@@ -30,8 +30,6 @@ from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Optim, Recipe
 
 NEVER = 1_000_000_000  # steps_per_print: events.jsonl has the numbers
-
-
 Settings = dict[str, object]  # of DeepSpeed's JSON, or of a section of it
 
 
@@ -60,7 +58,8 @@ def deepspeed_settings(recipe: Recipe, plan: Plan) -> Settings:
     if plan.precision in ("bf16", "fp8"):
         settings["bf16"] = {"enabled": True}
     elif plan.precision == "fp16":
-        settings["fp16"] = _fp16(recipe)
+        scale = recipe.train.fp16  # whose keys are DeepSpeed's
+        settings["fp16"] = {"enabled": True} | scale.model_dump() | {"min_loss_scale": int(scale.min_loss_scale)}
     if plan.fp32_gradients:  # never at stage 1, where DeepSpeed takes another optimizer for it
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if "nvme" in (plan.offload_optimizer, plan.offload_param):
@@ -184,12 +183,7 @@ def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
 def _optimizer(recipe: Recipe, plan: Plan) -> Settings:
     """Return the optimizer section: Adam or AdamW with the recipe's values; torch's fused one if not offloaded."""
     optim = recipe.optim
-    params: Settings = {
-        "lr": optim.lr,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-    }
+    params: Settings = optim.model_dump(mode="json", include={"lr", "betas", "eps", "weight_decay"})
     if optim.optimizer == "adam":
         # Without it DeepSpeed's "Adam" is AdamW (engine.py, ADAM_W_MODE_DEFAULT).
         params["adam_w_mode"] = False
@@ -217,28 +211,9 @@ def _scheduler(recipe: Recipe, plan: Plan) -> Settings | None:
     return {"type": name, "params": {**params, "warmup_num_steps": optim.warmup_steps, "warmup_type": optim.warmup}}
 
 
-def _fp16(recipe: Recipe) -> Settings:
-    """Return the fp16 section: the recipe's loss scale settings."""
-    fp16 = recipe.train.fp16
-    return {
-        "enabled": True,
-        "loss_scale": fp16.loss_scale,
-        "initial_scale_power": fp16.initial_scale_power,
-        "loss_scale_window": fp16.loss_scale_window,
-        "hysteresis": fp16.hysteresis,
-        "consecutive_hysteresis": fp16.consecutive_hysteresis,
-        "min_loss_scale": int(fp16.min_loss_scale),
-    }
-
-
-def for_file(path: Path) -> Settings:
-    """Return DeepSpeed's settings of a recipe file on the hardware it names.
-
-    Raises UserError when the recipe is invalid, nothing fits, or DeepSpeed would not honour a setting.
-    """
-    recipe = recipes.load(path).recipe
-    hosts = cluster.from_hardware(recipe.hardware)
-    return deepspeed_settings(recipe, planner.make(recipe, hosts, shape.of(recipe)))
+def _text(settings: Settings) -> str:
+    """Return the text of a file in configs/ds."""
+    return json.dumps(settings, ensure_ascii=False, indent=2) + "\n"
 
 
 def settings_of_all_recipes(root: Path) -> dict[Path, str]:
@@ -248,16 +223,17 @@ def settings_of_all_recipes(root: Path) -> dict[Path, str]:
     """
     texts = {}
     for path in sorted((root / "recipes").glob("*/*.yaml")):
-        settings = for_file(path)
+        recipe = recipes.load(path).recipe
+        plan = planner.make(recipe, cluster.from_hardware(recipe.hardware), shape.of(recipe))
         target = root / "configs" / "ds" / f"{path.parent.name}-{path.stem}.json"
-        texts[target] = json.dumps(settings, ensure_ascii=False, indent=2) + "\n"
+        texts[target] = _text(deepspeed_settings(recipe, plan))
     return texts
 
 
 def differences(root: Path) -> Iterator[str]:
     """Yield a sentence for every missing, stale or orphaned file of root/configs/ds.
 
-    Raises UserError for an invalid recipe, one that does not fit, or a setting that DeepSpeed would not honour.
+    Raises UserError as settings_of_all_recipes() does.
     """
     texts = settings_of_all_recipes(root)
     for path, text in texts.items():
@@ -290,9 +266,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    for line in stale:
-        print(line)
-    return 1 if stale else 0
+    print(*stale, sep="\n", end="\n" if stale else "")
+    return int(bool(stale))
 
 
 def describe_rates(former: Optim, former_steps: int, optim: Optim, steps: int, step: int) -> str:
@@ -315,7 +290,7 @@ def lr_at(optim: Optim, steps: int, step: int) -> float:
     if optim.schedule == "constant" and optim.warmup_steps == 0:
         return optim.lr
     warmup = max(2, optim.warmup_steps)
-    iteration = step - 1
+    iteration = step - 1  # DeepSpeed's schedules count from -1
     ramp = max(0, iteration) / warmup
     if optim.warmup == "log":
         ramp = math.log(max(0, iteration) + 1) / math.log(warmup)
@@ -355,7 +330,7 @@ def write_page(path: Path, parent: Path) -> list[Path]:
     files.write_text(page, f"{before}# {title}\n\n" + "\n".join(lines) + "\n")
     written = [page]
     if plan is not None and has_settings:
-        files.write_text(settings, json.dumps(deepspeed_settings(wanted, plan), ensure_ascii=False, indent=2) + "\n")
+        files.write_text(settings, _text(deepspeed_settings(wanted, plan)))
         written.append(settings)
     return written
 

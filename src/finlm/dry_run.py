@@ -36,26 +36,26 @@ Known = dict[str, tuple[str, str]]  # state and words of a step, by its name
 def _look_before_launch(t: pipeline.Training) -> Known:
     """Return {step name: (state, words)} of the steps before launch whose state is known without doing them.
 
-    Sets t.loaded (model.init_from, grpo.reward, warm-up), t.shards, t.plan, t.ds_config and t.resumed where they are
-    known. Raises UserError when a source matches no file, prepared data or a model cannot be used, or nothing fits.
-    Prints the start model, the reward model and a shortened warm-up.
+    Sets t.loaded (model.init_from, grpo.reward, warm-up), t.shards, t.plan, t.ds_config and t.resumed where known, and
+    prints what it sets in t.loaded. Raises UserError for a source without a file, prepared data or a model that cannot
+    be used, or when nothing fits.
     """
-    known: Known = {}
     init_from = t.recipe.model.init_from
-    known["parent"] = NOT_NEEDED, f"starts from {init_from or 'scratch'}"
-    if is_waiting := parents.is_recipe(init_from):
-        export, _ = lineage.find_export(t.read(str(init_from)).recipe, t.runs, t.read)
-        known["parent"] = TO_DO, f"train {init_from} first: {t.runs} holds no finished run of it as it is written"
+    known: Known = {"parent": (NOT_NEEDED, f"starts from {init_from or 'scratch'}")}
+    lacks = f"first: {t.runs} holds no finished run of it as it is written"
+    if parents.is_recipe(init_from):
+        export, _ = lineage.find_export(t.read(init_from).recipe, t.runs, t.read)
+        known["parent"] = TO_DO, f"train {init_from} {lacks}"
         if export is not None:
             pipeline.set_start_model(t, export)
-            is_waiting, known["parent"] = False, (DONE, str(screen.relative(export)))
+            known["parent"] = DONE, str(screen.relative(export))
     for place, named in weights.reward_recipes(t.recipe):
         export, _ = lineage.find_export(t.read(named).recipe, t.runs, t.read)
         if export is None:
-            known["parent"] = TO_DO, f"train {named} first: {t.runs} holds no finished run of it as it is written"
+            known["parent"] = TO_DO, f"train {named} {lacks}"
         else:
             pipeline.set_reward_model(t, place, export)
-    shards = None if is_waiting else prepare.locate(t.recipe)
+    shards = None if parents.is_recipe(t.recipe.model.init_from) else prepare.locate(t.recipe)
     if shards is None:
         prepare.check_sources(t.recipe)
     else:
@@ -65,11 +65,9 @@ def _look_before_launch(t: pipeline.Training) -> Known:
         known["data"] = DONE, str(screen.relative(shards.directory))
     if shards is not None or pipeline.plans_without_data(t.recipe):
         t.plan, t.ds_config = pipeline.decide(t.recipe, t.hosts, shards)
-        plan = t.plan
-        words = (
-            f"ZeRO-{plan.zero_stage}, {plan.precision}, world size {plan.world_size}, micro-batch {plan.micro_batch}"
-        )
-        known["plan"] = DONE, f"{words}, {plan.steps:,} steps of {plan.tokens_per_step:,} tokens"
+        words = f"ZeRO-{t.plan.zero_stage}, {t.plan.precision}, world size {t.plan.world_size}, "
+        words += f"micro-batch {t.plan.micro_batch}, {t.plan.steps:,} steps of {t.plan.tokens_per_step:,} tokens"
+        known["plan"] = DONE, words
     if shards is not None:
         known |= _look_for_runs(t)
     if t.is_trained or t.recipe.stage == "pretrain":
@@ -95,14 +93,9 @@ def _look_for_runs(t: pipeline.Training) -> Known:
         words = f"make one that continues {shown} from step {step:,} under this plan"
         return {"resume": (NOT_NEEDED, "planned otherwise"), "run directory": (TO_DO, words)}
     finished = lineage.find_finished(t.recipe, t.shards.directory, t.runs)
-    if finished is not None:
-        why = f"{screen.relative(finished.path)} is finished, this would be another run"
-    else:
-        why = f"{t.runs} holds no unfinished run of this"
-    return {
-        "resume": (NOT_NEEDED, "--new" if t.new else why),
-        "run directory": (TO_DO, f"make {t.runs}/{t.recipe.name}-<time>"),
-    }
+    why = f"{screen.relative(finished.path)} is finished, this would be another run" if finished else ""
+    why = "--new" if t.new else why or f"{t.runs} holds no unfinished run of this"
+    return {"resume": (NOT_NEEDED, why), "run directory": (TO_DO, f"make {t.runs}/{t.recipe.name}-<time>")}
 
 
 def _look_after_launch(t: pipeline.Training) -> Known:

@@ -1,7 +1,8 @@
 """Do the steps of `finlm train` in order, from the recipe that a run starts from to its report.
 
-STEPS lists them; `finlm train --dry-run` prints the list with what is done. Each step is a function here that stores in
-Training what later steps need, and reuses its earlier result: the same command resumes. finished.json is written last.
+STEPS lists them, below the functions that do them; `finlm train --dry-run` prints the list with what is done. Each step
+stores in Training what later steps need, and reuses its earlier result: the same command resumes. finished.json is
+written last. How a run goes on after a host is lost stands at the end.
 """
 
 from __future__ import annotations
@@ -141,52 +142,12 @@ def _train_on(t: Training) -> int:
     return 0 if t.outcome is None or t.outcome.ok else 1
 
 
-def _recover(t: Training, error: StepFailed | UserError) -> Training | None:
-    """Return the Training with which the run goes on after `error`; None when there is none.
-
-    Tries other hosts (spares first) until their plan can resume the run; else, if all lost hosts may come back, waits
-    until they answer. Prints and records (`restart`) what is done. Runs launch.notify before it returns None.
-    """
-    lost = _find_lost_hosts(t, error)
-    said = error.problem if isinstance(error, UserError) else str(error)
-    problem = said if isinstance(error, RunFailed) or not lost else f"{' and '.join(lost)} cannot train: {said}"
-    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new_keys) if lost else ():
-        changed = t.with_hosts(hosts)
-        try:
-            plan, _ = decide(changed.recipe, hosts, t.shards)
-        except UserError as wrong:
-            screen.say(f"not {action}: {wrong}")
-            continue
-        if lineage.can_go_on(t.run, changed.recipe, plan, t.shards.directory):
-            screen.say(f"{problem}\nthe run goes on: {action}")
-            restart.record_restart(t.run, t.recipe, problem, next(iter(lost)), action)
-            return changed
-    if lost and all(lost.values()) and restart.wait_for_hosts(t.run, t.recipe, t.hosts, problem):
-        return t.with_hosts(t.hosts)
-    restart.notify_end(t.run, t.recipe, error)
-    return None
-
-
-def _find_lost_hosts(t: Training, error: StepFailed | UserError) -> dict[str, bool]:
-    """Return {name: whether it may come back} of the hosts because of which training ended with `error`.
-
-    Asks all hosts over ssh; if all answer, blames those that have just joined. A RunFailed but HostLost blames none.
-    """
-    if isinstance(error, RunFailed) and not isinstance(error, restart.HostLost):
-        return {}
-    silent = dict.fromkeys(restart.list_silent(t.hosts.hosts), True)
-    if isinstance(error, restart.HostLost):
-        return {error.host: error.is_gone} | silent
-    return silent or dict.fromkeys(t.newcomers, False)
-
-
 def train_parent(t: Training) -> None:
     """Replace recipes in model.init_from and grpo.reward of t.loaded by exports of their finished runs; print those.
 
     Trains such a recipe first if it has no finished run. Raises StepFailed or RunFailed when that training fails.
     """
-    init_from = t.recipe.model.init_from
-    if init_from is not None and parents.is_recipe(init_from):
+    if parents.is_recipe(init_from := t.recipe.model.init_from):
         set_start_model(t, _export_or_train(t, "model.init_from", init_from))
     for place, named in weights.reward_recipes(t.recipe):
         set_reward_model(t, place, _export_or_train(t, f"grpo.reward[{place}].path", named))
@@ -336,7 +297,7 @@ def create_run(t: Training, earlier: lineage.Earlier | None = None) -> RunDir:
         files.write_json(run.data, prepare.summary(t.shards, t.recipe))
         manifest.copy_code(run.code)
         manifest.copy_rewards(t.recipe, run)
-        facts = {name: one.for_manifest() for name, one in t.facts.items()}
+        facts = {host: seen.for_manifest() for host, seen in t.facts.items()}
         made = manifest.make(t.recipe, t.plan, t.shards.directory.resolve(), facts=facts)
         continues = {"continues": earlier.to_json()} if earlier else {}
         files.write_json(run.manifest, made.to_json() | continues | {COMPLETION: run.finished.name})
@@ -365,7 +326,7 @@ def gather_checkpoint(t: Training) -> None:
 
 def export_model(t: Training) -> None:
     """Unless export/ exists, export the last checkpoint to it; append an `export` event. Raises as export() does."""
-    from finlm.inference import export  # loads torch
+    from finlm.inference import export  # loads torch, which planning does without
 
     if not t.run.export.exists():
         export.export(t.run.complete_checkpoints()[-1][1], t.run.export)
@@ -391,9 +352,9 @@ def ask_questions(t: Training) -> None:
     if wanted.eval.suites:
         from finlm.evals import suite  # loads torch
 
-        start = Path(wanted.model.init_from or "")
+        begin = Path(wanted.model.init_from or "")
         mode = None if wanted.eval.mode == "auto" else wanted.eval.mode
-        suite.evaluate_run(t.run, wanted.eval.suites, mode, start if (start / "config.json").is_file() else None)
+        suite.evaluate_run(t.run, wanted.eval.suites, mode, begin if (begin / "config.json").is_file() else None)
     import torch
 
     gc.collect()
@@ -448,3 +409,42 @@ AFTER = (
     Step("report", "write report.html and finished.json", write_report),
 )
 STEPS = (*BEFORE_LAUNCH, *TRACKED, *AFTER)
+
+
+def _recover(t: Training, error: StepFailed | UserError) -> Training | None:
+    """Return the Training with which the run goes on after `error`; None when there is none.
+
+    Tries other hosts (spares first) until their plan can resume the run; else, if all lost hosts may come back, waits
+    until they answer. Prints and records (`restart`) what is done. Runs launch.notify before it returns None.
+    """
+    lost = _find_lost_hosts(t, error)
+    said = error.problem if isinstance(error, UserError) else str(error)
+    problem = said if isinstance(error, RunFailed) or not lost else f"{' and '.join(lost)} cannot train: {said}"
+    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new_keys) if lost else ():
+        changed = t.with_hosts(hosts)
+        try:
+            plan, _ = decide(changed.recipe, hosts, t.shards)
+        except UserError as wrong:
+            screen.say(f"not {action}: {wrong}")
+            continue
+        if lineage.can_go_on(t.run, changed.recipe, plan, t.shards.directory):
+            screen.say(f"{problem}\nthe run goes on: {action}")
+            restart.record_restart(t.run, t.recipe, problem, next(iter(lost)), action)
+            return changed
+    if lost and all(lost.values()) and restart.wait_for_hosts(t.run, t.recipe, t.hosts, problem):
+        return t.with_hosts(t.hosts)
+    restart.notify_end(t.run, t.recipe, error)
+    return None
+
+
+def _find_lost_hosts(t: Training, error: StepFailed | UserError) -> dict[str, bool]:
+    """Return {name: whether it may come back} of the hosts because of which training ended with `error`.
+
+    Asks all hosts over ssh; if all answer, blames those that have just joined. A RunFailed but HostLost blames none.
+    """
+    if isinstance(error, RunFailed) and not isinstance(error, restart.HostLost):
+        return {}
+    silent = dict.fromkeys(restart.list_silent(t.hosts.hosts), True)
+    if isinstance(error, restart.HostLost):
+        return {error.host: error.is_gone} | silent
+    return silent or dict.fromkeys(t.newcomers, False)

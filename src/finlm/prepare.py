@@ -11,6 +11,7 @@ Training, export and report need the shards directory alone. Without torch and p
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +37,9 @@ from finlm.rows import dialogues, packing
 from finlm.rows.shards import IGNORED, Rows, Shards
 from finlm.runs import lineage
 from finlm.tokens import encoders, pretrained, tokenizer_json, vocab
+
+RUNS = Path("runs")  # where `finlm prepare` looks for the run of a recipe in model.init_from
+_CONTROL = str.maketrans({code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)})  # but tab and newline
 
 
 def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new_keys: bool = False) -> Shards:
@@ -126,11 +130,6 @@ def plan_with_data(recipe: Recipe, hosts: Cluster, shards: Shards | None = None)
     if shards is None:
         return planner.make(recipe, hosts, shape.of(recipe))
     return planner.make(recipe, hosts, shape.of(recipe, shards.vocab_size), epoch_tokens(recipe, shards))
-
-
-def show_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of the recipe's run to stdout: pretraining rows, or dialogues with their labels."""
-    (print_rows if recipe.stage == "pretrain" else lint.print_label_rows)(recipe, shards, count)
 
 
 def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, object]:
@@ -249,9 +248,6 @@ def _check_dialogues(recipe: Recipe, shards: Shards) -> None:
         )
 
 
-RUNS = Path("runs")  # where `finlm prepare` looks for the run of a recipe in model.init_from
-
-
 def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Path:
     """Run the prepare steps that the cache lacks, in order; return the directory of the shards. `engine` None is local.
 
@@ -276,17 +272,11 @@ def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
 
     Raises UserError if there is none, NotPrepared if the start model is not here and the cache may not build.
     """
-    settings = recipe.tokenizer
-    if settings.path is not None:
-        named = Path(settings.path).expanduser()
-    elif settings.vocab_size is None:
-        named = lineage.model_directory(recipe, RUNS, must_exist=cache.build)
-    else:
+    path, settings = recipe.tokenizer.path, recipe.tokenizer
+    if path is None and settings.vocab_size is not None:
         return None
-    return vocab.find(named)
-
-
-_CONTROL = str.maketrans({code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)})
+    model = Path(path).expanduser() if path else lineage.model_directory(recipe, RUNS, must_exist=cache.build)
+    return vocab.find(model)
 
 
 def run_tokens(recipe: Recipe, shards: Shards) -> int:
@@ -337,14 +327,14 @@ def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     if recipe.data.mixture:
         check_mixture(recipe.data.mixture, run_tokens(recipe, shards))
-        parts = packing.parts(ranges, recipe.data.mixture, read_rows, length)
+        read = describe_sources(ranges, packing.parts(ranges, recipe.data.mixture, read_rows, length), length)
     else:
         sizes = tuple(len(part) for part in ranges.values())
-        parts = [packing.Part(0, sum(sizes), sizes)]
-    read = describe_sources(ranges, parts, length)
-    if not recipe.data.mixture:
         epochs = read_rows / max(1, len(rows) * recipe.uses_of_row)
-        read = [replace(row, tokens=round(row.share * read_rows * length), epochs=epochs) for row in read]
+        read = [
+            replace(row, tokens=round(row.share * read_rows * length), epochs=epochs)
+            for row in describe_sources(ranges, [packing.Part(0, sum(sizes), sizes)], length)
+        ]
     how = dialogues.packing_of(recipe) if "stage" in shards.manifest else recipe.data.packing
     return Reading(how, length, len(rows), read)
 
@@ -360,8 +350,14 @@ def print_reading(reading: Reading) -> None:
         )
 
 
-def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print a pretraining run's first `count` rows in run order; build a missing index. UserError without tokenizer."""
+def show_rows(recipe: Recipe, shards: Shards, count: int) -> None:
+    """Print the first `count` rows to stdout: pretraining rows in the run's order, or dialogues with their labels.
+
+    Builds a missing index of rows. Raises UserError when that or the shards' tokenizer cannot be used.
+    """
+    if recipe.stage != "pretrain":
+        lint.print_label_rows(recipe, shards, count)
+        return
     rows = dialogues.prepare_rows(shards, recipe.batch.sequence_length, recipe.data.packing)
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     order = packing.order(ranges, recipe.data.mixture, read_rows, rows.sequence_length, recipe.train.seed)
@@ -379,18 +375,19 @@ def row_lines(
     (inputs,), (labels,) = rows.read(ids)
     (documents,) = rows.documents(ids)
     used, counted = int((documents >= 0).sum()), int((labels != IGNORED).sum())
+    numbers = list(dict.fromkeys(documents[documents >= 0].tolist()))
     lines = [
         "",
-        f"== position {position}: row {row:,} of {source}, {len(set(documents[documents >= 0].tolist()))} documents, "
+        f"== position {position}: row {row:,} of {source}, {len(numbers)} documents, "
         f"{used:,} tokens, {counted:,} labels, {len(inputs) - used:,} padding",
     ]
-    whole, at = dict[int, bool](), 0  # by a piece's place in the row: whether a document begins there
+    is_start, at = dict[int, bool](), 0  # by a piece's place in the row: whether a document begins there
     for shard, start, count in rows.pieces(row):
-        whole[at] = int(shard.offsets[shard.documents_before([start])[0]]) == start
+        is_start[at] = int(shard.offsets[shard.documents_before([start])[0]]) == start
         at += count
-    for number in dict.fromkeys(documents[documents >= 0].tolist()):
+    for number in numbers:
         here = np.flatnonzero(documents == number)
-        begins = whole.get(int(here[0]), True)
+        begins = is_start.get(int(here[0]), True)
         lines.append(f"-- document {number + 1}, {len(here):,} tokens{'' if begins else ', continued'}")
         lines += _decode_row(tokenizer, inputs[here], labels[here] == IGNORED).translate(_CONTROL).split("\n")
     return lines
@@ -398,25 +395,14 @@ def row_lines(
 
 def _decode_row(tokenizer: pretrained.Tokenizer, ids: Sequence[int], masked: Sequence[bool]) -> str:
     """Return tokens as text, masked ones (labels that do not count) between ⟦ and ⟧, and bos and eos by their names."""
-    text, run = "", list[int]()
-    names = {number: name for name, number in filter(None, (tokenizer.bos, tokenizer.eos))}
-
-    def flush() -> str:
-        """Return the text of the tokens in `run`, and empty it."""
-        decoded = tokenizer.decode(run) if run else ""
-        run.clear()
-        return decoded
-
-    inside = False
-    for token, is_masked in zip(map(int, ids), masked, strict=True):
-        if bool(is_masked) != inside:
-            text += flush() + ("⟦" if is_masked else "⟧")
-            inside = bool(is_masked)
-        if token in names:
-            text += flush() + names[token]
-        else:
-            run.append(token)
-    return text + flush() + ("⟧" if inside else "")
+    names, text = {number: name for name, number in filter(None, (tokenizer.bos, tokenizer.eos))}, ""
+    for is_masked, pairs in itertools.groupby(zip(ids, masked, strict=True), key=lambda pair: bool(pair[1])):
+        part = ""
+        for name, tokens in itertools.groupby((int(token) for token, _ in pairs), key=names.get):
+            some = list(tokens)
+            part += tokenizer.decode(some) if name is None else name * len(some)
+        text += f"⟦{part}⟧" if is_masked else part
+    return text
 
 
 def check_mixture(stages: Sequence[Stage], run_tokens: int) -> None:

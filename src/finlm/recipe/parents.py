@@ -14,7 +14,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import finlm
 from finlm.base import checkpoints, files
@@ -92,7 +92,7 @@ class Start:
         return f"{self.model} at {self.revision}" if self.revision else self.model
 
 
-def is_recipe(init_from: str | None) -> bool:
+def is_recipe(init_from: str | None) -> TypeGuard[str]:
     """Return whether model.init_from names a recipe, a .yaml or .yml file."""
     return init_from is not None and init_from.endswith((".yaml", ".yml"))
 
