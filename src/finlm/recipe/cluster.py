@@ -71,10 +71,7 @@ class Cluster:
         return sum(host.slots for host in self.hosts)
 
     def replace(self, lost: str, spare: Host, *, for_good: bool) -> Cluster:
-        """Return the cluster with `spare` in the place of the host named `lost`.
-
-        Unless `for_good`, the lost host becomes a spare.
-        """
+        """Return the cluster with `spare` in the place of the host `lost`, which becomes a spare unless `for_good`."""
         hosts = tuple(spare if host.name == lost else host for host in self.hosts)
         gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
         spares = tuple(host for host in self.spares if host.name != spare.name)
@@ -87,9 +84,9 @@ class Cluster:
         return dataclasses.replace(self, hosts=left, away=(*self.away, *gone))
 
     def leave(self, lost: Mapping[str, bool], spares: Iterable[Host]) -> tuple[Cluster, str]:
-        """Return (the cluster with `spares` in the places of lost hosts, that in words).
+        """Return (the cluster with `spares` in the places of lost hosts, or without them if spares run out; in words).
 
-        Without enough spares hosts are left out. `lost` maps the name of each lost host to whether it may come back.
+        `lost` maps the name of each lost host to whether it may come back.
         """
         hosts, words, left = self, list[str](), iter(spares)
         for name, may_return in lost.items():
@@ -130,10 +127,7 @@ def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
 
 
 def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
-    """Yield the hosts of a recipe's hardware, of GPU kind `gpu` if given, else of their own kind.
-
-    A count above 1 gives name-1, name-2, ...
-    """
+    """Yield the hosts of a recipe's hardware, a count above 1 as name-1, name-2, ...; `gpu` replaces their GPU kind."""
     for host in hardware.hosts:
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"
@@ -215,16 +209,14 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
 
     Raises UserError that lists the first bad lines as file:line, and for a file that is unreadable or names no host.
     """
-    slots: dict[str, int] = {}
-    spares = set[str]()
-    first: dict[str, int] = {}
+    slots, first, spares = dict[str, int](), dict[str, int](), set[str]()
     mistakes = []
     for number, line in entries(path):
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)(?:\s+max_slots=\d+)?(\s+spare)?", line)
         if match is None:
-            mistakes.append(
-                f"{path}:{number}: expected `name slots=N` or `name slots=N spare`, got {line!r}{_advise_line(line)}"
-            )
+            other = _NEARLY.fullmatch(line)  # another program's form
+            meant = f"; did you mean {other[1]} slots={other[2] or 'N'}?" if other else ""
+            mistakes.append(f"{path}:{number}: expected `name slots=N` or `name slots=N spare`, got {line!r}{meant}")
         elif _NAME.fullmatch(match[1]) is None:
             mistakes.append(f"{path}:{number}: {match[1]!r} is not a host name{_advise_access(match[1])}")
         elif match[1] in slots:
@@ -235,7 +227,8 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
             mistakes.append(f"{path}:{number}: {match[1]} has {match[2]} slots; a host has at most {MOST:,}")
         else:
             slots[match[1]], first[match[1]] = int(match[2]), number
-            spares.update([match[1]] if match[3] else [])
+            if match[3]:
+                spares.add(match[1])
     if mistakes:
         count = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}"
         raise UserError(f"{count} in the hostfile {path}", evidence="\n".join(mistakes[:_SHOWN]), fix=_FIX)
@@ -244,20 +237,8 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
     return slots, spares
 
 
-def _advise_line(line: str) -> str:
-    """Return "; did you mean ...?" with this line of another program's hostfile in finlm's form.
-
-    "" for text of another form.
-    """
-    match = _NEARLY.fullmatch(line)
-    return f"; did you mean {match[1]} slots={match[2] or 'N'}?" if match else ""
-
-
 def _advise_access(text: str) -> str:
-    """Return a hint that ends an error: how to write `user@name:port` into hosts:, or to list Slurm's nodes.
-
-    "" otherwise.
-    """
+    """Return a hint how to write `user@name:port` into hosts:, or to list Slurm's nodes; "" for other text."""
     if re.fullmatch(r"[A-Za-z0-9.,-]*\[[0-9,-]+\]\S*", text):
         return f": `scontrol show hostnames '{text}'` lists the names, one a line"
     match = re.fullmatch(rf"(?:(\w+)@)?({_NAME.pattern})(?::(\d+))?", text)
@@ -284,10 +265,7 @@ def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[
 
 
 def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Parse a filter: `a@b:0,2` -> {a: all of its slots in `every`, b: (0, 2)}.
-
-    Raises UserError for an unknown host or slot, and for text of another form.
-    """
+    """Parse `a@b:0,2` -> {a: all its slots in `every`, b: (0, 2)}. UserError for other text, hosts and slots."""
     devices = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")

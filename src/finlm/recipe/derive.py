@@ -117,7 +117,7 @@ def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
         return text
     yaml, out = YAML(), io.StringIO()
     yaml.width = 120
-    document, inherited = yaml.load(text), recipe.written_values(parent)
+    document, inherited = yaml.load(text), recipe.read_with_base(parent).values
     for override in overrides:
         parts, value = recipe.parse_override(override)
         recipe.set_value(document, parts, value, override, inherited)

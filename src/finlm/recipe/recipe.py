@@ -29,7 +29,7 @@ from finlm.base.errors import UserError
 from finlm.base.units import parse_count
 from finlm.recipe import parents, reference, rules, weights
 from finlm.recipe.models import refusals
-from finlm.recipe.reference import Location
+from finlm.recipe.reference import Location, dotted_key
 from finlm.recipe.rules import SAME_LOSS, is_within
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import terms_of
@@ -53,7 +53,7 @@ class Loaded:
 
 
 @dataclass
-class _Document:
+class Document:
     """Merged plain values of a recipe, with the file:line of every location."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     unreadable file, an invalid override or a start that finlm cannot use.
     """
     file = parents.find_shipped(Path(path))
-    document = _read_with_base(file)
+    document = read_with_base(file)
     had_world = rules.has_world(document.values)
     for text in overrides:
         _override(document, text)
@@ -80,24 +80,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     if isinstance(model, dict) and isinstance(model.get("init_from"), str):
         named = weights.fetch_description(model["init_from"], model.get("revision"))
         model["init_from"] = parents.export_of("model.init_from", named)
-    problems: list[str] = []
     mistaken, inherited = parents.inherit(document.values, parent or load, of_run=of_run)
     mistaken += [] if of_run else _fill_in_terms(document.values.get("grpo"), parent or load)
-    problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
+    mistakes = [(_split(key), sentence) for key, sentence in mistaken]
     try:
         recipe = Recipe.model_validate(document.values)
     except ValidationError as error:
-        for location, sentence in reference.sentences(error):
-            where = _line(document, location, str(path))
-            problems.append(f"{where}: {reference.dotted_key(location)}: {sentence}")
+        mistakes += reference.sentences(error)
     else:
-        for key, sentence in rules.problems(recipe):
-            problems.append(f"{_line(document, _split(key), str(path))}: {key}: {sentence}")
-    if problems:
-        raise _mistakes(path, problems)
+        mistakes += [(_split(key), sentence) for key, sentence in rules.problems(recipe)]
+    if mistakes:
+        raise _mistakes(path, [f"{_line(document, at, str(path))}: {dotted_key(at)}: {said}" for at, said in mistakes])
     said += () if of_run else (*weights.text_alone(recipe.model), *refusals.notices(recipe.model.config or {}))
     inner = {location[:length] for location in document.lines for length in range(1, len(location))}
-    leaves = {reference.dotted_key(place): where for place, where in document.lines.items() if place not in inner}
+    leaves = {dotted_key(place): where for place, where in document.lines.items() if place not in inner}
     leaves |= inherited
     if changes_training(overrides):
         recipe = recipe.model_copy(update={"expect": None})
@@ -132,7 +128,7 @@ def dump(recipe: Recipe) -> str:
     return stream.getvalue()
 
 
-def _read_with_base(path: Path) -> _Document:
+def read_with_base(path: Path) -> Document:
     """Read a recipe file and merge it over its base, without the base's expect and forked_from.
 
     The base's train.steps, tokens or epochs give way to another one of these in the file. Raises UserError for
@@ -157,15 +153,10 @@ def _read_with_base(path: Path) -> _Document:
         parent.values.pop(key, None)
         parent.lines = {location: line for location, line in parent.lines.items() if location[0] != key}
     _forget_lengths(parent, _lengths(child))
-    return _Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
+    return Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
 
 
-def written_values(path: Path) -> dict[str, Any]:
-    """Return what a recipe file and its base say, as plain values. Raises UserError when one cannot be read."""
-    return _read_with_base(path).values
-
-
-def _read(path: Path, child_of: str | None = None) -> _Document:
+def _read(path: Path, child_of: str | None = None) -> Document:
     """Read a recipe file, not its base; `child_of` is file:line of a `base:` that names it. UserError if it cannot."""
     shown = relative(path)
     try:
@@ -184,7 +175,7 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
                 evidence=f"the file holds {kind}",
                 fix="write `name:`, `model:` and so on, or `base: OTHER.yaml` and what differs",
             )
-        document = _Document()
+        document = Document()
         document.values = _plain(root, (), shown, document.lines)
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -195,15 +186,11 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
         raise UserError(problem, evidence=error.context or "", fix=fix) from None
     except ReaderError as error:  # its own sentence repeats the file
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"{shown}:{line}: not valid YAML: a control character", evidence=_first_line(error)) from None
+        said = str(error).partition("\n")[0]
+        raise UserError(f"{shown}:{line}: not valid YAML: a control character", evidence=said) from None
     except (YAMLError, ValueError, RecursionError) as error:  # !!int abc, 2026-13-45; a list within itself
-        raise UserError(f"{shown}: not valid YAML", evidence=_first_line(error)) from None
+        raise UserError(f"{shown}: not valid YAML", evidence=str(error).partition("\n")[0]) from None
     return document
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of the error's text."""
-    return str(error).partition("\n")[0]
 
 
 def relative(path: Path) -> str:
@@ -245,7 +232,7 @@ def _merge(parent: Any, child: Any) -> Any:
     return child
 
 
-def _merge_lines(parent: dict[Location, str], child: _Document) -> dict[Location, str]:
+def _merge_lines(parent: dict[Location, str], child: Document) -> dict[Location, str]:
     """Return the child's lines over the parent's, without the parent's lines inside what the child replaces."""
     replaced = {location for location in child.lines if not isinstance(_at(child.values, location), dict)}
     kept = {
@@ -256,13 +243,13 @@ def _merge_lines(parent: dict[Location, str], child: _Document) -> dict[Location
     return kept | child.lines
 
 
-def _lengths(document: _Document) -> list[str]:
+def _lengths(document: Document) -> list[str]:
     """Return which of train.steps, tokens and epochs a document gives."""
     train = document.values.get("train")
     return [name for name in _LENGTHS if train.get(name) is not None] if isinstance(train, dict) else []
 
 
-def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
+def _forget_lengths(document: Document, nearer: Sequence[str]) -> None:
     """Remove train.steps, tokens or epochs of the document, in place, if `nearer` is exactly one other of these."""
     for name in _lengths(document):
         if len(nearer) == 1 and name not in nearer:
@@ -270,7 +257,7 @@ def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
             document.lines.pop(("train", name), None)
 
 
-def _shorten_warmup(document: _Document) -> tuple[str, ...]:
+def _shorten_warmup(document: Document) -> tuple[str, ...]:
     """Shorten in place a warm-up longer than the run that --set asks for, to a tenth of it; return (a sentence,).
 
     Keeps at least 2 steps. Changes nothing and returns () if the warm-up fits, --set gives it or no length, the run has
@@ -316,7 +303,7 @@ def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
     return replace(loaded, recipe=recipe.model_copy(update={"optim": optim}), origins=origins)
 
 
-def _expand_home(document: _Document) -> None:
+def _expand_home(document: Document) -> None:
     """Replace ~ in the document's directories (_DIRECTORIES) by the home directory, in place."""
     for key in _DIRECTORIES:
         section, _, name = key.partition(".")
@@ -332,13 +319,11 @@ def _at(values: Any, location: Location) -> Any:
     return values
 
 
-def _override(document: _Document, text: str) -> None:
+def _override(document: Document, text: str) -> None:
     """Set a value of the document and its origin, in place, from "a.b=value". Raises UserError if it is invalid."""
     parts, value = parse_override(text)
     set_value(document.values, parts, _plain(value, (), "--set", {}), text)
-    for location in [known for known in document.lines if known[: len(parts)] == parts]:
-        del document.lines[location]
-    document.lines[parts] = "--set"
+    document.lines = {at: line for at, line in document.lines.items() if at[: len(parts)] != parts} | {parts: "--set"}
 
 
 def parse_override(text: str) -> tuple[Location, Any]:
@@ -355,7 +340,7 @@ def parse_override(text: str) -> tuple[Location, Any]:
     except (MarkedYAMLError, ValueError):
         value = raw  # a bare glob such as *.jsonl.gz is an alias to YAML, a string to its author
     except (YAMLError, RecursionError) as error:
-        raise UserError(f"--set {key}: not valid YAML", evidence=_first_line(error)) from None
+        raise UserError(f"--set {key}: not valid YAML", evidence=str(error).partition("\n")[0]) from None
     return _split(key.strip()), value
 
 
@@ -383,7 +368,7 @@ def set_value(values: Any, parts: Location, value: Any, setting: str, inherited:
 def _no_place(setting: str, parts: Location, depth: int, there: Any) -> UserError:
     """Return the error of a `--set` whose key leads past `there`, the value after `depth` parts of its location."""
     key, _, value = setting.partition("=")
-    where, last = reference.dotted_key(parts[:depth]), parts[-1]
+    where, last = dotted_key(parts[:depth]), parts[-1]
     if isinstance(there, list):
         evidence, fix = f"{where} is a list of {len(there)}", f"name one of its items; the first is {where}[0]"
     elif isinstance(there, str) and where.startswith("data.sources"):  # a path stands for {path: ...}
@@ -401,7 +386,7 @@ def _split(key: str) -> Location:
     return tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
 
 
-def _line(document: _Document, location: Location, path: str) -> str:
+def _line(document: Document, location: Location, path: str) -> str:
     """Return file:line of a location: its own, of something inside it, or of the nearest ancestor, else line 1."""
     inside = [line for known, line in document.lines.items() if known[: len(location)] == location]
     if location and location not in document.lines and inside:

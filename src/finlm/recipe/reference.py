@@ -15,7 +15,6 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -24,7 +23,6 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
 from finlm.base import screen
-from finlm.recipe import schema_data
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_data import Section
 
@@ -54,58 +52,36 @@ OTHER.yaml` inherits: mappings merge, everything else replaces. "auto" is decide
 "auto" 由 `finlm plan` 决定，并说明理由。
 """,
 }
-_WORDS = {
-    "en": {"key": "key", "value": "value", "default": "default", "meaning": "meaning", "required": "**required**"},
-    "zh": {"key": "键", "value": "取值", "default": "默认值", "meaning": "含义", "required": "**必填**"},
-}
-_NAMES = {
-    "en": {
-        "bytes": "bytes",
-        "count": "count",
-        "list": "list of {}",
-        "mapping": "name: {}",
-        "section": "section",
-        "integer": "integer",
-        "number": "number",
-        "text": "text",
-        "flag": "true, false",
-        "value": "value",
-    },
-    "zh": {
-        "bytes": "字节数",
-        "count": "计数",
-        "list": "{} 的列表",
-        "mapping": "名称: {}",
-        "section": "小节",
-        "integer": "整数",
-        "number": "数",
-        "text": "文本",
-        "flag": "true, false",
-        "value": "值",
-    },
+_WORDS = {  # English and Chinese ones of the tables
+    "key": ("key", "键"),
+    "value": ("value", "取值"),
+    "default": ("default", "默认值"),
+    "meaning": ("meaning", "含义"),
+    "required": ("**required**", "**必填**"),
+    "bytes": ("bytes", "字节数"),
+    "count": ("count", "计数"),
+    "list": ("list of {}", "{} 的列表"),
+    "mapping": ("name: {}", "名称: {}"),
+    "section": ("section", "小节"),
+    "integer": ("integer", "整数"),
+    "number": ("number", "数"),
+    "text": ("text", "文本"),
+    "flag": ("true, false", "true, false"),
+    "any": ("value", "值"),
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A section of the reference page: the dotted key of a mapping and the schema class with its keys."""
-
-    key: str
-    made_of: type[Section]
+def parts() -> list[tuple[str, type[Section]]]:
+    """Return [(dotted key, class)] of the recipe, whose key is "", and of every section below it, in schema order."""
+    return [("", Recipe), *_below(Recipe, "")]
 
 
-def parts() -> list[Part]:
-    """Return the recipe and every section below it, in the order of the schema."""
-    return [Part("", Recipe), *_below(Recipe, "")]
-
-
-def _below(made_of: type[Section], prefix: str) -> Iterator[Part]:
-    """Yield the sections below a section, each before those inside it."""
+def _below(made_of: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    """Yield (dotted key, class) of the sections below a section, each before those inside it."""
     for name, field in made_of.model_fields.items():
         for inner, suffix in _sections(field.annotation):
-            part = Part(f"{prefix}{name}{suffix}", inner)
-            yield part
-            yield from _below(inner, f"{part.key}.")
+            yield f"{prefix}{name}{suffix}", inner
+            yield from _below(inner, f"{prefix}{name}{suffix}.")
 
 
 def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section], str]]:
@@ -120,33 +96,36 @@ def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section]
             yield from _sections(inner, "[i]" if origin is tuple else ".NAME" if origin is dict else suffix)
 
 
+def _fields(key: str, made_of: type[Section]) -> dict[str, FieldInfo]:
+    """Return {dotted key: field} of the keys of the section `key`."""
+    return {f"{key}.{name}" if key else name: field for name, field in made_of.model_fields.items()}
+
+
 def page(lang: str) -> str:
     """Return the whole reference page in Markdown; `lang` is en or zh."""
-    words, chinese = _WORDS[lang], translations() if lang == "zh" else {}
-    lines = [_HEAD[lang], *(f"- [`{part.key}`](#{_anchor(part)})" for part in parts()[1:])]
-    for part in parts():
-        if part.key:
-            about = chinese.get(part.key, _one_line(part.made_of.__doc__ or ""))
-            lines += ["", f'<a id="{_anchor(part)}"></a>', "", f"## `{part.key}`", "", about]
+    words = {name: pair[lang == "zh"] for name, pair in _WORDS.items()}
+    chinese = translations() if lang == "zh" else {}
+    lines = [_HEAD[lang], *(f"- [`{key}`](#{_anchor(key)})" for key, _ in parts()[1:])]
+    for key, made_of in parts():
+        if key:
+            about = chinese.get(key, _one_line(made_of.__doc__ or ""))
+            lines += ["", f'<a id="{_anchor(key)}"></a>', "", f"## `{key}`", "", about]
         lines += ["", f"| {words['key']} | {words['value']} | {words['default']} | {words['meaning']} |"]
         lines.append("| --- | --- | --- | --- |")
-        for name, field in part.made_of.model_fields.items():
-            full = f"{part.key}.{name}" if part.key else name
-            inner = next(iter(_sections(field.annotation)), None)
+        for full, field in _fields(key, made_of).items():
+            inner, name = next(_sections(field.annotation), None), full.rpartition(".")[2]
             meaning = field.description or (_one_line(inner[0].__doc__ or "") if inner else "")
-            link = f"[`{name}`](#{_anchor(Part(full + inner[1], inner[0]))})" if inner else f"`{name}`"
+            link = f"[`{name}`](#{_anchor(full + inner[1])})" if inner else f"`{name}`"
             said = re.sub(r"</?s>", r"`\g<0>`", chinese.get(full, meaning))  # GitHub takes it for HTML
-            cells = (link, _value(field, lang), _default(field, words["required"]), said)
+            cells = (link, _value(field, words), _default(field, words), said)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def keys() -> list[str]:
     """Return the dotted keys of all sections and fields of a recipe; each should have a Chinese sentence."""
-    dotted = [part.key for part in parts()[1:]]
-    for part in parts():
-        dotted += [f"{part.key}.{name}" if part.key else name for name in part.made_of.model_fields]
-    return list(dict.fromkeys(dotted))
+    sections, fields = [key for key, _ in parts()[1:]], [full for part in parts() for full in _fields(*part)]
+    return list(dict.fromkeys(sections + fields))
 
 
 @functools.cache
@@ -157,44 +136,40 @@ def translations() -> Mapping[str, str]:
 
 def meanings() -> dict[str, str]:
     """Return {English description of a key: Chinese one}, both without full stop, to translate mistakes."""
-    chinese, pairs = translations(), {}
-    for part in parts():
-        for name, field in part.made_of.model_fields.items():
-            full = f"{part.key}.{name}" if part.key else name
-            if field.description and full in chinese:
-                pairs[field.description.rstrip(".")] = chinese[full].rstrip("。")
-    return pairs
+    return {
+        field.description.rstrip("."): translations()[key].rstrip("。")
+        for part in parts()
+        for key, field in _fields(*part).items()
+        if field.description and key in translations()
+    }
 
 
-def _value(field: FieldInfo, lang: str) -> str:
-    """Return in words, in this language, which values a key takes."""
-    annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    return _shape(annotation, _NAMES[lang])
+def _value(field: FieldInfo, words: Mapping[str, str]) -> str:
+    """Return in words which values a key takes; `words` are those of the language, by the names in _WORDS."""
+    return _shape(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation, words)
 
 
-def _shape(annotation: Any, names: dict[str, str]) -> str:
-    """Return in words which values a type takes, as "integer > 0" or "`a`, `b`". `names` is _NAMES of the language."""
-    for known, name in ((schema_data.Bytes, "bytes"), (schema_data.Count, "count")):
-        if annotation == known:
-            return names[name]
+def _shape(annotation: Any, words: Mapping[str, str]) -> str:
+    """Return in words which values a type takes, as "integer > 0" or "`a`, `b`"."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        converters = [getattr(item, "func", None) for item in inside[1:]]
-        if any(getattr(converter, "__name__", "") in ("_bytes", "_count") for converter in converters):
-            return names["bytes" if any(c.__name__ == "_bytes" for c in converters if c) else "count"]
-        return _shape(inside[0], names) + _bounds(inside[1:])
+        converters = {getattr(getattr(item, "func", None), "__name__", "") for item in inside[1:]}
+        for name in ("bytes", "count"):
+            if f"_{name}" in converters:  # of schema_data
+                return words[name]
+        return _shape(inside[0], words) + _bounds(inside[1:])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in inside)
     if origin in (Union, types.UnionType):
-        return ", ".join(_shape(inner, names) for inner in inside if inner is not type(None))
+        return ", ".join(_shape(inner, words) for inner in inside if inner is not type(None))
     if origin is tuple:
-        return names["list"].format(_shape(inside[0], names))
+        return words["list"].format(_shape(inside[0], words))
     if origin is dict:
-        return names["mapping"].format(_shape(inside[1], names))
+        return words["mapping"].format(_shape(inside[1], words))
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return names["section"]
-    simple = {int: "integer", float: "number", str: "text", bool: "flag", Any: "value"}
-    return names[simple[annotation]] if annotation in simple else str(annotation)
+        return words["section"]
+    simple = {int: "integer", float: "number", str: "text", bool: "flag", Any: "any"}
+    return words[simple[annotation]] if annotation in simple else str(annotation)
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
@@ -211,28 +186,26 @@ def _bounds(metadata: Sequence[Any]) -> str:
     return "".join(f" {sign} {limits[sign]}" for sign in (">", "≥", "<", "≤") if sign in limits)
 
 
-def _default(field: FieldInfo, required: str) -> str:
-    """Return the table cell for a field's default: `required` without one, a dash if empty, else in backticks."""
+def _default(field: FieldInfo, words: Mapping[str, str]) -> str:
+    """Return the table cell for a field's default: that it is required, a dash if it is empty, else in backticks."""
     if field.is_required():
-        return required
+        return words["required"]
     value = field.get_default(call_default_factory=True)
-    if value is None or isinstance(value, Section) or value in ((), {}):
+    if isinstance(value, Section) or value in (None, "", (), {}):
         return "–"
     if isinstance(value, tuple):
         return f"`[{', '.join(map(str, value))}]`"
-    if isinstance(value, str):
-        return f"`{value}`" if value else "–"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"`{_number(field, value)}`"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{_number(field, value) if isinstance(value, int | float) else value}`"
 
 
 def _number(field: FieldInfo, value: float) -> str:
     """Return a number as an author would write it: 64MB and 200k where the key takes units."""
-    shape = _value(field, "en").partition(",")[0]
-    for size, unit in ((10**6, "M"), (10**3, "k")):
-        if shape in ("bytes", "count") and value >= size and value % size == 0:
-            return f"{int(value) // size}{unit if shape == 'count' else {'M': 'MB', 'k': 'KB'}[unit]}"
+    shape = _value(field, {name: name for name in _WORDS}).partition(",")[0]
+    for size, units in ((10**6, {"count": "M", "bytes": "MB"}), (10**3, {"count": "k", "bytes": "KB"})):
+        if shape in units and value >= size and value % size == 0:
+            return f"{int(value) // size}{units[shape]}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -241,9 +214,9 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text.strip().partition("\n\n")[0])
 
 
-def _anchor(part: Part) -> str:
-    """Return the id of a section's heading in the page."""
-    return re.sub(r"[^a-z0-9]+", "-", part.key.casefold()).strip("-")
+def _anchor(key: str) -> str:
+    """Return the id of the heading of the section `key` in the page."""
+    return re.sub(r"[^a-z0-9]+", "-", key.casefold()).strip("-")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from finlm.recipe.schema_train import Term
 ROWS_OF_ONE_LENGTH = ("pretrain", "sft")  # the other stages' batches are as long as their longest row
 BYTE_PIECES = 256 + 4  # of a sentencepiece model with byte fallback: bytes, <unk>, <s>, </s>, and the space
 FP32_GRADIENTS = {2: ("none", "stream"), 3: ("none", "cpu")}  # ZeRO stage: where its optimizer may be for such sums
+_DOCUMENTS_ONLY = "works on documents only; leave it out"
 FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in bf16 all the same
 
 
@@ -27,19 +28,12 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
     Raises UserError for a model type that is not admitted.
     """
-    yield from _check_model(recipe)
-    yield from _check_tokenizer(recipe)
-    yield from _check_data(recipe)
-    yield from _check_length(recipe)
-    yield from _check_zero(recipe)
-    yield from _check_post_training(recipe)
+    for check in (_check_model, _check_tokenizer, _check_data, _check_length, _check_zero, _check_post_training):
+        yield from check(recipe)
 
 
 def _check_model(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for the problems of the section model, and of what is asked of its layers.
-
-    Raises UserError for a model type that is not admitted.
-    """
+    """Yield (dotted key, sentence) for the problems of the section model; UserError for a type that is not admitted."""
     model = recipe.model
     yield from shapes.problems(recipe)
     if model.former_rope_theta is not None and (model.init_from is None or recipe.stage != "pretrain"):
@@ -92,10 +86,8 @@ def _check_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, "gives no source a weight above 0"
     vocabulary = recipe.tokenizer.pieces or recipe.model.vocab_size
     if recipe.data.token_dtype == "uint16" and isinstance(vocabulary, int) and vocabulary > 65536:
-        yield (
-            "data.token_dtype",
-            f"uint16 holds ids up to 65,535, the vocabulary has {vocabulary:,}; use auto or uint32",
-        )
+        too_many = f"uint16 holds ids up to 65,535, the vocabulary has {vocabulary:,}; use auto or uint32"
+        yield "data.token_dtype", too_many
 
 
 def _check_length(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -142,10 +134,8 @@ def _check_zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
         stages = set(FP32_GRADIENTS) if zero.stage == "auto" else {zero.stage} & FP32_GRADIENTS.keys()
         places = {"auto", *(place for stage in stages for place in FP32_GRADIENTS[stage])}
         if not stages or zero.offload_optimizer not in places:
-            yield (
-                "train.grad_accum_dtype",
-                "fp32 needs ZeRO stage 2 (offload_optimizer none or stream) or 3 (none or cpu)",
-            )
+            needs = "fp32 needs ZeRO stage 2 (offload_optimizer none or stream) or 3 (none or cpu)"
+            yield "train.grad_accum_dtype", needs
     if zero.stage != "auto":
         yield from zero_problems(zero, zero.stage, zero.offload_optimizer, zero.offload_param)
     if "nvme" in (zero.offload_param, zero.offload_optimizer) and zero.nvme_path is None:
@@ -215,9 +205,6 @@ def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> It
             yield f"{'.'.join(place)}: left out, since it is about sources that --set replaces"
 
 
-_DOCUMENTS_ONLY = "works on documents only; leave it out"
-
-
 def _check_post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of suites, synthetic sources and the stages after pretraining.
 
@@ -225,28 +212,26 @@ def _check_post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """
     if recipe.eval.suites and not any(source.synthetic for source in recipe.data.sources):
         yield "eval.suites", "asks about the embedded corpus, which is no source here; set it to []"
-    for index, source in enumerate(recipe.data.sources):
-        if source.synthetic is not None and source.synthetic.about != "exam":
-            asks = recipe.stage == "grpo" or (recipe.stage == "sft" and source.synthetic.dialogues)
-            if not asks:
-                yield (
-                    f"data.sources[{index}].synthetic.about",
-                    f"{source.synthetic.about} are for sft with dialogues: true, and for grpo",
-                )
+    for index, source in enumerate(recipe.data.sources if recipe.stage != "grpo" else ()):
+        made = source.synthetic
+        if made is not None and made.about != "exam" and not (recipe.stage == "sft" and made.dialogues):
+            key = f"data.sources[{index}].synthetic.about"
+            yield key, f"{made.about} are for sft with dialogues: true, and for grpo"
     if recipe.eval.suites and recipe.stage == "reward":
         yield "eval.suites", "a reward model answers no questions; leave it out"
-    if recipe.stage == "pretrain":
-        for name in ("chat", "sft", "lora", "dpo", "reward", "grpo"):
-            if getattr(recipe, name) is not None:
-                yield name, f"has no effect in stage {recipe.stage}; leave it out"
-        return
-    for name in ("sft", "dpo", "reward", "grpo"):
+    for name in ("sft", "dpo", "reward", "grpo", *(("chat", "lora") if recipe.stage == "pretrain" else ())):
         if getattr(recipe, name) is not None and recipe.stage != name:
             yield name, f"has no effect in stage {recipe.stage}; leave it out"
+    if recipe.stage == "pretrain":
+        return
     yield from _check_documents_only(recipe.data)
     if recipe.train.precision == "fp8":
         yield "train.precision", "fp8 trains from scratch only; use auto"
-    yield from _check_sft(recipe)
+    for name in ("pad_labels", "hide_eos"):
+        if recipe.sft is not None and getattr(recipe.sft, name) and recipe.sft.packing:
+            yield f"sft.{name}", "is about rows of one dialogue: set sft.packing to false"
+    if recipe.sft is not None and recipe.sft.order == "sampler" and recipe.data.mixture:
+        yield "sft.order", "sampler knows no weights; leave data.mixture out"
     yield from _check_preference(recipe)
     if recipe.lora is not None and recipe.lora.quantize == "nf4":
         yield from _check_nf4(recipe)
@@ -270,23 +255,8 @@ def _check_documents_only(data: Data) -> Iterator[tuple[str, str]]:
             yield f"data.clean.{name}", _DOCUMENTS_ONLY
 
 
-def _check_sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for the problems of the section sft."""
-    sft = recipe.sft
-    if sft is None:
-        return
-    for name in ("pad_labels", "hide_eos"):
-        if getattr(sft, name) and sft.packing:
-            yield f"sft.{name}", "is about rows of one dialogue: set sft.packing to false"
-    if sft.order == "sampler" and recipe.data.mixture:
-        yield "sft.order", "sampler knows no weights; leave data.mixture out"
-
-
 def _check_nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for settings that do not work with weights in 4 bits, which are no parameters.
-
-    These are ZeRO-3, offload of parameters, compiling, and a hidden size that is not a multiple of 64.
-    """
+    """Yield (dotted key, sentence) for settings that do not work with weights in 4 bits, which are no parameters."""
     if recipe.zero.stage == 3:
         yield "zero.stage", "3 divides weights, which lora.quantize: nf4 keeps whole on every rank; use 1 or 2"
     if recipe.zero.offload_param not in ("auto", "none"):
