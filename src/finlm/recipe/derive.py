@@ -77,10 +77,9 @@ def fork(
 ) -> Path:
     """Write recipes/NAME/<parent's file name> from a parent recipe and return its path.
 
-    The new recipe inherits from the parent (`base:`). It copies the parent's text instead with `copy`, if the parent
-    inherits itself, or if it lies outside the current directory. `overrides` are "key=value" strings as `--set` takes
-    them, which are written into the new recipe. Raises UserError, and writes nothing, for an invalid or taken name, and
-    for a parent or override that cannot be used, or a parent whose text cannot be copied.
+    The new recipe inherits from the parent (`base:`); with `copy`, or if the parent inherits itself or lies outside the
+    current directory, it copies the parent's text. `overrides` ("key=value" as for `--set`) are written into it. Raises
+    UserError, and writes nothing, for an invalid or taken name, and for a parent or override that cannot be used.
     """
     given, parent = parent, parents.find_shipped(parent)
     path = new_path(name, parent.name, recipes)
@@ -92,13 +91,16 @@ def fork(
     inherits = _entry("base").search(text) is not None
     # What lies outside the working directory may be gone or another version tomorrow.
     copy = copy or inherits or not parent.resolve().is_relative_to(Path.cwd())
-    made = (
-        _copy_recipe(text, new_name, lineage, parent, path)
-        if copy
-        else _inherit_recipe(new_name, lineage, parent, path)
-    )
+    if copy:
+        made = _copy_recipe(text, new_name, lineage, parent, path)
+    else:
+        made = _inherit_recipe(new_name, lineage, parent, path)
     with draft_of(path, _say_overrides(made, overrides, parent)) as draft:
-        if _read_content(draft) != _content(loaded):
+        try:
+            is_same = _content(recipe.load(draft)) == _content(loaded)
+        except UserError:
+            is_same = False
+        if not is_same:
             raise UserError(
                 f"{given} cannot be copied as it is written",
                 evidence="with another name it would be another recipe, or none",
@@ -123,14 +125,6 @@ def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
         recipe.set_value(document, parts, value, override, inherited)
     yaml.dump(document, out)
     return out.getvalue()
-
-
-def _read_content(draft: Path) -> Recipe | None:
-    """Return the recipe of a draft with what _content() empties emptied; None when it is no valid recipe."""
-    try:
-        return _content(recipe.load(draft))
-    except UserError:
-        return None
 
 
 def _content(loaded: recipe.Loaded) -> Recipe:
@@ -161,18 +155,15 @@ def _inherit_recipe(name: str, lineage: str, parent: Path, path: Path) -> str:
     base = Path(os.path.relpath(parent.resolve(), path.parent.resolve())).as_posix()
     after = path.stem != "pretrain"
     example = f"model: {{init_from: {path.parent.as_posix()}/pretrain.yaml}}" if after else "optim: {lr: 1.0e-3}"
-    lines = [
-        f"# Everything that is not said here is {base}'s. What differs was chosen by us.",
-        f"base: {base}",
-        f"name: {name}",
-        f"description: {_DESCRIPTION.format(lineage.partition('@')[0])}",
-        f"forked_from: {lineage}",
-        "",
-        "# Write what differs, for example:",
-        f"# {example}",
-        "",
-    ]
-    return "\n".join(lines)
+    return f"""# Everything that is not said here is {base}'s. What differs was chosen by us.
+base: {base}
+name: {name}
+description: {_DESCRIPTION.format(lineage.partition("@")[0])}
+forked_from: {lineage}
+
+# Write what differs, for example:
+# {example}
+"""
 
 
 def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
@@ -184,9 +175,8 @@ def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -
     origin = lineage.partition("@")[0]
     head = f"# Made from {origin}; what differs was chosen by us.\nname: {name}\n"
     head += f"description: {_DESCRIPTION.format(origin)}\nforked_from: {lineage}"
-    text = _entry("forked_from").sub("", text)
-    text = _entry("description").sub("", text)
-    text = _entry("expect").sub("", text)  # measured on the parent
+    for key in ("forked_from", "description", "expect"):  # the last was measured on the parent
+        text = _entry(key).sub("", text)
     text, count = _entry("name").subn(lambda entry: f"{head}{entry['comment'] or ''}\n", text, count=1)
     if not count:
         text = f"{head}\n{text}"
@@ -270,12 +260,12 @@ def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
     """
     written = recipe.load(path).recipe
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
-    for synthetic in (source.synthetic for source in written.data.sources if source.synthetic is not None):
-        shrunk += (f"data.sources[0].synthetic.about={synthetic.about}",) if synthetic.about != "exam" else ()
-    if written.stage == "pretrain" and written.data.mixture:
-        shrunk += (_WEIGHED,)
+    for source in written.data.sources:
+        if source.synthetic is not None and source.synthetic.about != "exam":
+            shrunk += (f"data.sources[0].synthetic.about={source.synthetic.about}",)
     if written.stage == "pretrain":
         shrunk += (f"model.config={json.dumps(toy_config(written.model.config))}",)
+        shrunk += (_WEIGHED,) if written.data.mixture else ()
     else:
         init_from = written.model.init_from
         shrunk += (f"model={{init_from: {init_from if parents.is_recipe(init_from) else _PARENT}}}",)
@@ -302,8 +292,8 @@ def toy_config(config: traits.Config | None) -> traits.Config | None:
     sizes = {"head_dim": 32, "moe_intermediate_size": 64} | dict.fromkeys(traits.EXPERTS, 4)
     sizes |= dict.fromkeys(traits.CHOSEN, 2) | {"n_group": 1, "topk_group": 1} | dict.fromkeys(traits.DENSE, 1)
     sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+    sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
     kinds = {"layer_types": [traits.LINEAR, "full_attention"]} if row.linear else {}
     return {"model_type": config["model_type"]} | {key: size for key, size in sizes.items() if known.get(key)} | kinds
 

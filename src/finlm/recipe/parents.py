@@ -304,8 +304,8 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
     config = find(init_from, revision)
     if config is None:
         return None
-    tokenizer = _tokenizer_of(directory) if directory.is_dir() else init_from
-    return _of_config(config, init_from, tokenizer)
+    files_here = (directory / name for name in ("tokenizer.json", "tokenizer.model") if (directory / name).is_file())
+    return _of_config(config, init_from, str(next(files_here, directory)))
 
 
 def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
@@ -331,12 +331,6 @@ def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
     model["tie_embeddings"] = bool(known.get("tie_word_embeddings"))
     model |= {"rope_theta": traits.rope_theta(config), "config": config}
     return Parent(model, {"path": tokenizer}, is_reward_model(config))
-
-
-def _tokenizer_of(directory: Path) -> str:
-    """Return the tokenizer's file in a model directory, or the directory where there is none."""
-    names = [name for name in ("tokenizer.json", "tokenizer.model") if (directory / name).is_file()]
-    return str(directory / names[0]) if names else str(directory)
 
 
 def find_shipped(path: Path) -> Path:

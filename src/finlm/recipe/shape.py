@@ -35,35 +35,18 @@ STANDS_FOR = {
 VOCAB_MULTIPLE = 128  # 39,438 rows instead of 39,552 cost 9 % of XuanYuan-6B's micro-step on one H200
 
 
-@dataclass(frozen=True)
-class ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(traits.LayerSizes):
     """Sizes of one decoder; a Llama's where head_size, layer and outer are not given."""
 
     hidden: int
     layers: int
-    heads: int
-    kv_heads: int
-    ffn: int  # that a token passes through
     vocab: int
     tied: bool
-    head_size: int = 0
-    layer: tuple[tuple[str, Sizes], ...] = ()  # tensors of a layer by name, in the model's order
     outer: int | None = None  # parameters beside layers, embedding and head
-    windows: Sizes = ()  # tokens seen, of the layers that do not see all before
-    experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
-    norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
-    ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
-    bare_norms: Sizes = ()  # widths of the norms that have no tensor
-    copies_output: bool = False  # attention's output is copied before o_proj
-    keeps_scores: bool = False  # attention's T x T scores stay for the backward pass: they have a soft cap
-    router_bytes: int = 0  # that the router keeps a number of its input, in 16 bits
-    latent: traits.Latent | None = None  # what keys, values and queries are made from
     dense: int = 0  # layers that have no experts, in a model of experts
-    dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
-    dense_ffn: int = 0
     linear: int = 0  # layers of linear attention, beside layers with attention
-    linear_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
-    delta: traits.DeltaNet | None = None  # what they have for heads
+    keeps_scores: bool = False  # attention's T x T scores stay for the backward pass: they have a soft cap
 
     @property
     def kinds(self) -> list[tuple[int, ModelShape]]:
@@ -77,8 +60,16 @@ class ModelShape:
             return [(self.linear, mixing), (self.layers - self.linear, full)]
         if not self.dense:
             return [(self.layers, self)]
-        alone = {"experts": (0, 0), "ffn": self.dense_ffn, "layer": self.dense_layer, "router_bytes": 0}
-        dense = dataclasses.replace(self, dense=0, dense_layer=(), dense_ffn=0, **alone)  # type: ignore[arg-type]
+        dense = dataclasses.replace(
+            self,
+            dense=0,
+            dense_layer=(),
+            dense_ffn=0,
+            layer=self.dense_layer,
+            ffn=self.dense_ffn,
+            experts=(0, 0),
+            router_bytes=0,
+        )
         return [(self.dense, dense), (self.layers - self.dense, dataclasses.replace(self, dense=0))]
 
     @property
@@ -349,32 +340,17 @@ def of_config(config: traits.Config, vocab: int, row: traits.TypeRecord | None =
     `row` is the record of its model type; None looks it up. Raises UserError for an unknown type.
     """
     read = traits.read(config, row)
+    shared = {field.name: getattr(read, field.name) for field in dataclasses.fields(traits.LayerSizes)}
     return ModelShape(
+        **shared,
         hidden=int(config["hidden_size"]),
         layers=int(config["num_hidden_layers"]),
-        heads=read.heads,
-        kv_heads=read.kv_heads,
-        ffn=read.ffn,
         vocab=vocab,
         tied=bool(config["tie_word_embeddings"]),
-        head_size=read.head_size,
-        layer=read.layer,
         outer=read.outer,
-        windows=read.windows,
-        experts=read.experts,
-        norm_bytes=read.norm_bytes,
-        ffn_bytes=read.ffn_bytes,
-        bare_norms=read.bare_norms,
-        copies_output=read.copies_output,
-        keeps_scores=read.score_cap is not None,
-        router_bytes=read.router_bytes,
-        latent=read.latent,
         dense=len(read.dense),
-        dense_layer=read.dense_layer,
-        dense_ffn=read.dense_ffn,
         linear=len(read.linear),
-        linear_layer=read.linear_layer,
-        delta=read.delta,
+        keeps_scores=read.score_cap is not None,
     )
 
 

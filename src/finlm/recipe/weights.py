@@ -32,7 +32,6 @@ FORMER = (  # parts of tensors' names in files, and what transformers' classes c
     *((".mlp.router.gate.", ".mlp.gate."), (".mlp.shared_mlp.", ".mlp.shared_experts.")),
     *((".mlp.expert_bias", ".mlp.e_score_correction_bias"), (".mlp.e_score_", ".mlp.gate.e_score_")),
 )
-_FIX = "download or copy the model again, and compare the sizes of its files"
 VLLM = ">=0.22,<=0.31"  # that trl 1.16 takes (trl/import_utils.py)
 _MODELSCOPE = re.compile(r"modelscope:([\w.-]+)/([\w.-]+)")
 _FETCHED = re.compile(r"models/([\w.-]+)/([\w.-]+)@([\w.-]+)")  # organization, name, revision
@@ -107,28 +106,28 @@ def _fetch(directory: str, patterns: Sequence[str]) -> None:
 def check_model(recipe: Recipe) -> None:
     """Raise UserError when finlm cannot train the model of model.init_from; called before data are prepared.
 
-    Also raises it for an unfit reward model of grpo, and for vLLM that grpo.engine needs and is not installed. If
-    model.init_from is a directory, its weights must be whole and fit config.json and finlm.json; but weights that are
-    still to be fetched are not looked at. May download config.json of a Hub model.
+    Weights in a directory must be whole and fit config.json and finlm.json, unless they are still to be fetched. Also
+    raises it for an unfit reward model of grpo and for a missing vLLM. May download config.json of a Hub model.
     """
     check_judge(recipe)
-    if recipe.grpo is not None and recipe.grpo.engine != "transformers" and importlib.util.find_spec("vllm") is None:
+    engine = recipe.grpo.engine if recipe.grpo else "transformers"
+    if engine != "transformers" and importlib.util.find_spec("vllm") is None:
         raise UserError(
-            f"grpo.engine: {recipe.grpo.engine} needs vLLM, which is not installed here",
+            f"grpo.engine: {engine} needs vLLM, which is not installed here",
             evidence="no package vllm beside this finlm",
             fix=f"pip install 'vllm{VLLM}' into .venv on every host, or leave grpo.engine out",
         )
-    if recipe.grpo is not None and recipe.grpo.engine != "transformers" and (said := list(text_alone(recipe.model))):
+    if engine != "transformers" and (said := list(text_alone(recipe.model))):
         raise UserError(
-            f"grpo.engine: {recipe.grpo.engine} would load the whole model of model.init_from",
+            f"grpo.engine: {engine} would load the whole model of model.init_from",
             evidence=said[0],
             fix="leave grpo.engine out, or start from an export of the text decoder (any stage before this writes it)",
         )
-    init_from = recipe.model.init_from
-    is_directory = init_from is not None and parents.is_directory(init_from) and not parents.is_recipe(init_from)
-    if init_from is not None and is_directory and not _is_unfetched(init_from):
+    named = recipe.model.init_from
+    is_here = named is not None and not parents.is_recipe(named) and parents.is_directory(named)
+    if named is not None and is_here and not _is_unfetched(named):
         fix = "put config.json and *.safetensors there, or name another directory or a model of the Hub"
-        _check_directory("model.init_from", init_from, fix)
+        _check_directory("model.init_from", named, fix)
     check_layers(recipe)
 
 
@@ -138,10 +137,7 @@ def _is_unfetched(directory: str) -> bool:
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Raise UserError when weights of model.init_from are cut short or do not fit config.json.
-
-    Does nothing if they are not here. Raises NotJson for a damaged config.json.
-    """
+    """Raise UserError when weights of model.init_from are here, and cut short or unfit for config.json, or that is."""
     directory = Path(recipe.model.init_from or "-")
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors*")):
         check_weight_files(directory, config_json.read_config(directory / "config.json"))
@@ -197,10 +193,8 @@ def check_layers(recipe: Recipe) -> None:
 
 def reward_recipes(recipe: Recipe) -> list[tuple[int, str]]:
     """Return [(index of a term of grpo.reward, path of the recipe that trains its reward model)]; may be empty."""
-    terms = recipe.grpo.reward if recipe.grpo else ()
-    return [
-        (i, str(term.path)) for i, term in enumerate(terms) if term.rule == "model" and parents.is_recipe(term.path)
-    ]
+    terms = enumerate(recipe.grpo.reward if recipe.grpo else ())
+    return [(place, str(term.path)) for place, term in terms if term.rule == "model" and parents.is_recipe(term.path)]
 
 
 def with_reward_model(recipe: Recipe, place: int, directory: str) -> Recipe:
@@ -234,8 +228,7 @@ def check_judge(recipe: Recipe) -> None:
 def _check_directory(key: str, named: str, fix: str) -> Path:
     """Return the model directory `named`, after checking its weights against config.json and finlm.json.
 
-    Raises UserError, which begins with `key`, when there is no model or it is not whole. `fix` is the fix for the
-    former.
+    Raises UserError when it is not whole, and one about `key` with this `fix` when there is no model.
     """
     path = Path(named)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
@@ -275,8 +268,7 @@ def check_weight_files(directory: Path, config: Mapping[str, Any]) -> None:
 def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return {tensor: shape} of a directory's safetensors files; of more than text, of the text decoder's tensors.
 
-    Raises UserError if one is cut short, damaged, missing by the index, or does not fit `config`, the parsed
-    config.json.
+    Raises UserError if one is cut short, damaged, missing by the index, or does not fit `config` (config.json).
     """
     shapes: dict[str, list[int]] = {}
     problems = []
@@ -292,7 +284,8 @@ def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[
     if not problems:
         problems = list(_compare(shapes, config))
     if problems:
-        raise UserError(f"{directory} holds no whole model", evidence="\n".join(problems[:8]), fix=_FIX)
+        fix = "download or copy the model again, and compare the sizes of its files"
+        raise UserError(f"{directory} holds no whole model", evidence="\n".join(problems[:8]), fix=fix)
     return shapes
 
 
@@ -375,13 +368,14 @@ def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list
     """
     layers: dict[int, set[str]] = {}
     count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))
-    further = int(config.get("num_nextn_predict_layers") or 0)
+    further = int(config.get("num_nextn_predict_layers") or 0)  # of multi-token prediction
+    mixed = ("mlp.",) * bool(row and row.dense) + ("self_attn.", "linear_attn.") * bool(row and row.linear)
     for name in shapes:
         match = _LAYER.match(name)
         if match and not (further and isinstance(count, int) and count <= int(match[1]) < count + further):
-            found = layers.setdefault(int(match[1]), set())
-            mixed = ("mlp.",) * bool(row and row.dense) + ("self_attn.", "linear_attn.") * bool(row and row.linear)
-            found |= set() if match[2].startswith(mixed) else {match[2]}
+            in_layer = layers.setdefault(int(match[1]), set())
+            if not match[2].startswith(mixed):
+                in_layer.add(match[2])
     if not layers or not isinstance(count, int):
         return []  # of another kind; loading it says what is wrong
     every = set[str]().union(*layers.values())

@@ -139,32 +139,38 @@ class DeltaNet:
         return convolved + (6 if compiled else 18) * self.values + (2 * DELTA_CHUNK + 14) * self.value_heads
 
 
-@dataclass(frozen=True)
-class Traits:
-    """Sizes and features of one model's layers, by its config.json."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Sizes of a model's layers, and what they keep for the backward pass; of all its kinds of layers."""
 
-    model_type: str
     heads: int
     kv_heads: int
-    head_size: int
+    head_size: int = 0
     ffn: int  # inner width that a token passes through
-    layer: tuple[tuple[str, Sizes], ...]  # tensors of a layer, in the model's order
-    outer: int  # parameters beside layers, embedding and head
-    windows: Sizes  # tokens seen, of the layers that do not see all before
-    ropes: tuple[str, ...]
-    latent: Latent | None = None
-    dense: Sizes = ()  # numbers of the layers that have no experts, in a model of experts
-    dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
-    dense_ffn: int = 0
-    linear: Sizes = ()  # numbers of the layers of linear attention
-    linear_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
-    delta: DeltaNet | None = None  # what those layers have for heads
+    layer: tuple[tuple[str, Sizes], ...] = ()  # tensors of a layer by name, in the model's order
+    windows: Sizes = ()  # tokens seen, of the layers that do not see all before
     experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
     norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
     ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
     router_bytes: int = 0  # that the router keeps a number of its input, in 16 bits
     bare_norms: Sizes = ()  # widths of the norms that have no tensor
     copies_output: bool = False  # attention's output is copied before o_proj
+    latent: Latent | None = None  # what keys, values and queries are made from
+    dense_layer: tuple[tuple[str, Sizes], ...] = ()  # tensors of a layer without experts, in a model of experts
+    dense_ffn: int = 0
+    linear_layer: tuple[tuple[str, Sizes], ...] = ()  # tensors of a layer of linear attention
+    delta: DeltaNet | None = None  # what such a layer has for heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits(LayerSizes):
+    """Sizes and features of one model's layers, by its config.json."""
+
+    model_type: str
+    outer: int  # parameters beside layers, embedding and head
+    ropes: tuple[str, ...]
+    dense: Sizes = ()  # numbers of the layers that have no experts, in a model of experts
+    linear: Sizes = ()  # numbers of the layers of linear attention
     score_cap: float | None = None  # soft cap of attention's scores
     head: tuple[float, float | None] = (1.0, None)  # factor and soft cap of the logits
 
@@ -238,8 +244,9 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
 
     def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
         """Return the tensors that are not None with their sizes as numbers."""
-        found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
-        return tuple((name, tuple(evaluate(size, symbols) for size in sizes)) for name, sizes in found.items())
+        return tuple(
+            (name, tuple(evaluate(size, symbols) for size in sizes)) for name, sizes in tensors.items() if sizes
+        )
 
     layer = sized(tensors)
     shared = sum(sizes[-1] for name, sizes in layer if "shared" in name and name.endswith("down_proj.weight"))
