@@ -77,10 +77,7 @@ def deepspeed_settings(recipe: Recipe, plan: Plan) -> Settings:
 
 
 def problems(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (recipe key, sentence) for everything that DeepSpeed 0.19.8 refuses or silently ignores in this plan.
-
-    Raises PlanError for an unknown GPU kind.
-    """
+    """Yield (recipe key, sentence) for all that DeepSpeed 0.19.8 refuses or ignores. PlanError for an unknown GPU."""
     zero = recipe.zero
     yield from rules.zero_problems(zero, plan.zero_stage, plan.offload_optimizer, plan.offload_param)
     yield from rules.warmup_problems(recipe.optim, plan.steps)
@@ -114,10 +111,7 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _zero(recipe: Recipe, plan: Plan) -> Settings:
-    """Return the section zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++.
-
-    Raises UserError for an unknown model type.
-    """
+    """Return the section zero_optimization; at stage 0 it has the stage alone."""
     sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
     zero: Settings = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
@@ -170,10 +164,7 @@ def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Settings) -> Sett
 
 
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
-    """Return the elements of an NVMe buffer, a multiple of 2**20 that fits a rank's partition of every parameter.
-
-    Raises UserError for an unknown model type.
-    """
+    """Return the elements of an NVMe buffer, a multiple of 2**20 that fits a rank's partition of every parameter."""
     model = shape.of(recipe, plan.vocab_size)
     largest = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes)
     unit = 2**20
@@ -231,10 +222,7 @@ def settings_of_all_recipes(root: Path) -> dict[Path, str]:
 
 
 def differences(root: Path) -> Iterator[str]:
-    """Yield a sentence for every missing, stale or orphaned file of root/configs/ds.
-
-    Raises UserError as settings_of_all_recipes() does.
-    """
+    """Yield a sentence for every missing, stale or orphaned file of configs/ds. Raises as settings_of_all_recipes()."""
     texts = settings_of_all_recipes(root)
     for path, text in texts.items():
         name = path.relative_to(root).as_posix()
@@ -336,10 +324,7 @@ def write_page(path: Path, parent: Path) -> list[Path]:
 
 
 def train_command(path: Path) -> str:
-    """Return the shell command that trains a recipe: its stage's script if it exists here, else `finlm train`.
-
-    Raises UserError for a recipe with mistakes.
-    """
+    """Return the shell command that trains a recipe: its stage's script if here, else `finlm train`. Loads it."""
     script = Path("scripts") / SCRIPTS.get(recipes.load(path).recipe.stage, "")
     return f"bash {script} {path}" if script.is_file() else f"finlm train {path}"
 

@@ -281,10 +281,7 @@ def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def toy_config(config: traits.Config | None) -> traits.Config | None:
-    """Return a small model.config of the same type, for a toy; None for a Llama or no config.
-
-    Raises UserError for a type that finlm does not know.
-    """
+    """Return a small model.config of the same type; None for a Llama or no config. UserError for an unknown type."""
     if config is None or config["model_type"] == "llama":
         return None
     row = traits.record_of(config)

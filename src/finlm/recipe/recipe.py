@@ -26,7 +26,6 @@ from ruamel.yaml.reader import ReaderError
 
 from finlm.base import language, screen
 from finlm.base.errors import UserError
-from finlm.base.units import parse_count
 from finlm.recipe import parents, reference, rules, weights
 from finlm.recipe.models import refusals
 from finlm.recipe.reference import Location, dotted_key
@@ -74,7 +73,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     for text in overrides:
         _override(document, text)
     _forget_lengths(document, [name for name in _lengths(document) if document.lines.get(("train", name)) == "--set"])
-    said = (*_shorten_warmup(document), *(rules.leave_world_out(document.values, document.lines) if had_world else ()))
+    said = tuple(rules.leave_world_out(document.values, document.lines)) if had_world else ()
     _expand_home(document)
     model, of_run = document.values.get("model"), file.with_name("plan.json").is_file()
     if isinstance(model, dict) and isinstance(model.get("init_from"), str):
@@ -88,9 +87,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     except ValidationError as error:
         mistakes += reference.sentences(error)
     else:
+        recipe, shortened = _shorten_warmup(recipe, document.lines)
         mistakes += [(_split(key), sentence) for key, sentence in rules.problems(recipe)]
     if mistakes:
         raise _mistakes(path, [f"{_line(document, at, str(path))}: {dotted_key(at)}: {said}" for at, said in mistakes])
+    said = shortened + said
     said += () if of_run else (*weights.text_alone(recipe.model), *refusals.notices(recipe.model.config or {}))
     inner = {location[:length] for location in document.lines for length in range(1, len(location))}
     leaves = {dotted_key(place): where for place, where in document.lines.items() if place not in inner}
@@ -257,31 +258,28 @@ def _forget_lengths(document: Document, nearer: Sequence[str]) -> None:
             document.lines.pop(("train", name), None)
 
 
-def _shorten_warmup(document: Document) -> tuple[str, ...]:
-    """Shorten in place a warm-up longer than the run that --set asks for, to a tenth of it; return (a sentence,).
+def _shorten_warmup(recipe: Recipe, lines: dict[Location, str]) -> tuple[Recipe, tuple[str, ...]]:
+    """Return (the recipe with a warm-up that fits the steps or tokens that --set asks for, a sentence about it if any).
 
-    Keeps at least 2 steps. Changes nothing and returns () if the warm-up fits, --set gives it or no length, the run has
-    under 3 steps, or values are invalid.
+    Leaves a warm-up that --set gives. `lines` are the values' origins; that of a shortened warm-up is changed in place.
     """
-    train, optim, batch = (document.values.get(name) for name in ("train", "optim", "batch"))
-    lines = document.lines
-    if not (isinstance(train, dict) and isinstance(optim, dict) and isinstance(batch, dict)):
-        return ()
-    lengths = [name for name in ("steps", "tokens") if train.get(name) is not None]
-    asked = "--set" in (lines.get(("train", name)) for name in lengths)
-    asked |= lengths == ["tokens"] and lines.get(("batch", "tokens_per_step")) == "--set"
-    warmup, tokens_a_step = optim.get("warmup_steps"), batch.get("tokens_per_step")
-    if not asked or not isinstance(warmup, int) or lines.get(("optim", "warmup_steps")) == "--set":
-        return ()
-    try:
-        steps = parse_count(train[lengths[0]])
-        steps = steps if lengths[0] == "steps" else steps // parse_count(str(tokens_a_step))
-    except (ValueError, TypeError, ZeroDivisionError):
-        return ()  # told as a mistake
-    shorter, origin, sentence = rules.shorter_warmup(warmup, steps)
-    if shorter < warmup:
-        optim["warmup_steps"], lines[("optim", "warmup_steps")] = shorter, origin
-    return (sentence,) if sentence else ()
+    train = recipe.train
+    lengths = [name for name in ("steps", "tokens") if getattr(train, name) is not None]
+    asked = {("train", name) for name in lengths} | ({("batch", "tokens_per_step")} if lengths == ["tokens"] else set())
+    given = {location for location, origin in lines.items() if origin == "--set"}
+    if not asked & given or ("optim", "warmup_steps") in given:
+        return recipe, ()
+    steps = train.steps or (train.tokens or 0) // recipe.batch.tokens_per_step
+    shorter, origin, sentence = rules.shorter_warmup(recipe.optim.warmup_steps, steps)
+    if not sentence:
+        return recipe, ()
+    lines[("optim", "warmup_steps")] = origin
+    return _with_warmup(recipe, shorter), (sentence,)
+
+
+def _with_warmup(recipe: Recipe, steps: int) -> Recipe:
+    """Return a copy of the recipe with so many warm-up steps."""
+    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"warmup_steps": steps})})
 
 
 def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
@@ -298,9 +296,9 @@ def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
     if not sentence:
         return loaded
     screen.say(sentence)
-    optim = recipe.optim.model_copy(update={"warmup_steps": shorter})
-    origins = {**loaded.origins, "optim.warmup_steps": origin}
-    return replace(loaded, recipe=recipe.model_copy(update={"optim": optim}), origins=origins)
+    return replace(
+        loaded, recipe=_with_warmup(recipe, shorter), origins={**loaded.origins, "optim.warmup_steps": origin}
+    )
 
 
 def _expand_home(document: Document) -> None:

@@ -24,10 +24,7 @@ FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in 
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for every inconsistency of the recipe.
-
-    Raises UserError for a model type that is not admitted.
-    """
+    """Yield (dotted key, sentence) for every inconsistency of a recipe. UserError if its model type is not admitted."""
     for check in (_check_model, _check_tokenizer, _check_data, _check_length, _check_zero, _check_post_training):
         yield from check(recipe)
 

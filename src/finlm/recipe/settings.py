@@ -217,10 +217,7 @@ class Settings(Protocol):
 
 
 def config_of(model: ModelSettings) -> traits.Config:
-    """Return the config.json of a recipe's model, without vocab_size and the ids of special tokens.
-
-    Raises UserError for a model type that finlm does not know.
-    """
+    """Return config.json of a recipe's model, without vocab_size and special tokens. UserError for an unknown type."""
     config = dict(model.config or {"model_type": "llama"})
     row = traits.record_of(config)
     config |= {

@@ -240,10 +240,7 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
 
 
 def check_files(directory: Path) -> None:
-    """Raise UserError when a model directory lacks whole *.safetensors or a tokenizer; before torch is loaded.
-
-    Raises OSError without config.json.
-    """
+    """Raise UserError when a model directory lacks whole *.safetensors or a tokenizer; OSError without config.json."""
     config = config_json.read_config(directory / "config.json")
     if not any(directory.glob("*.safetensors")):
         names = ", ".join(sorted(path.name for path in directory.iterdir() if path.name != "config.json")[:8])

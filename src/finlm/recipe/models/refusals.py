@@ -163,10 +163,7 @@ ROPES = {  # with the numbers that each needs
 
 
 def rope_problems(config: traits.Config) -> Iterator[str]:
-    """Yield a sentence for each of RoPE's parameters that transformers' classes refuse or would read otherwise.
-
-    RoPE's base may be a key of config.json itself.
-    """
+    """Yield a sentence for each of RoPE's parameters that transformers' classes refuse or would read otherwise."""
     heads, hidden, head = (config.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
     for rope in traits.ropes(config):
         kind = traits.rope_kind(rope)
@@ -175,7 +172,7 @@ def rope_problems(config: traits.Config) -> Iterator[str]:
             continue
         if rope.keys().isdisjoint(("rope_type", "type")) and rope.get("factor") is not None:
             yield f"RoPE has a factor of {rope['factor']!r} and no rope_type that would use it"
-        base = rope.get("rope_theta", config.get("rope_theta", 1))
+        base = rope.get("rope_theta", config.get("rope_theta", 1))  # transformers 4 had it in config.json itself
         if not _is_above_0(base):
             yield f"rope_theta {json.dumps(base)}, which no class reads as its default: leave it out, or write a number"
         longest = rope.get("original_max_position_embeddings")

@@ -348,10 +348,7 @@ def linear_layers(known: Config) -> list[int]:
 
 
 def with_dense(known: Config, dense: int, layers: int) -> Config:
-    """Return the keys by which dense_layers() finds that the first `dense` of `layers` layers have no experts.
-
-    Returns only keys that `known` has.
-    """
+    """Return the keys, of those in `known`, that tell dense_layers(): the first `dense` of `layers` have no experts."""
     said: Config = {
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
         **{"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1},
@@ -402,10 +399,7 @@ def rope_kind(rope: Config) -> Any:
 
 
 def rope_theta(config: Config) -> float:
-    """Return RoPE's base; where kinds of layers differ, that of layers with full attention.
-
-    Raises UserError for an unknown model type.
-    """
+    """Return RoPE's base; of several kinds of layers, full attention's. UserError for an unknown model type."""
     found = config.get("rope_parameters") or {}
     found = found.get("full_attention") or found
     return float(found.get("rope_theta") or config.get("rope_theta") or record_of(config).defaults["rope_theta"])
