@@ -98,10 +98,7 @@ def is_recipe(init_from: str | None) -> TypeGuard[str]:
 
 
 def is_directory(init_from: str) -> bool:
-    """Return whether model.init_from is a local path, not a Hub model; callers exclude recipes themselves.
-
-    It is if it begins with /, ., ~ or models/, if it exists, or if its parent, which it names, exists.
-    """
+    """Return whether model.init_from, not a recipe, is a local path: by its look, or if it or its parent exists."""
     path = Path(init_from)
     beside = path.parent != Path() and path.parent.is_dir()
     return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))
@@ -246,10 +243,7 @@ def start_of(recipe: Recipe) -> Start | None:
 
 
 def read_origin(directory: Path) -> Start | None:
-    """Return run, recipe and step of the export in `directory`, from its finlm.json.
-
-    None if it names no run or is missing. Raises NotJson, a UserError, for a damaged one.
-    """
+    """Return run, recipe and step by finlm.json of an export, None without these. NotJson, a UserError, if damaged."""
     path = directory / checkpoints.MODEL_MANIFEST
     said = files.read_json(path) if path.is_file() else {}
     return Start(said["run"], said["recipe"], said["step"]) if "run" in said else None
@@ -362,10 +356,7 @@ def shipped_file(path: Path) -> Path | None:
 
 
 def context_tokens(directory: Path) -> int:
-    """Return the context length in tokens by config.json in a model directory.
-
-    Returns 2**31 if the file or the value is missing. Raises NotJson for a damaged file.
-    """
+    """Return the context in tokens by config.json of a model directory, 2**31 without one. NotJson if damaged."""
     path = directory / "config.json"
     config = config_json.text_part(files.read_json(path)) if path.is_file() else {}
     return int(config.get("max_position_embeddings") or 2**31)

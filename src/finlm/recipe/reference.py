@@ -265,11 +265,7 @@ def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
 
 
 def _known_part(location: Location, kind: str) -> Location:
-    """Return pydantic's location up to the last known key, without union members.
-
-    `kind` is pydantic's type of the error: for extra_forbidden the unknown key stays. So does all in a mapping of
-    names.
-    """
+    """Return pydantic's location up to the last known key, without union members; an extra_forbidden key stays."""
     model: type[Section] | None = Recipe
     for index, part in enumerate(location):
         if isinstance(part, int):

@@ -140,10 +140,7 @@ def _check_zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for each ZeRO setting that DeepSpeed refuses or ignores at `stage`.
-
-    The values are the recipe's or those that the planner chose; auto is no problem.
-    """
+    """Yield (dotted key, sentence) for each ZeRO value, auto aside, that DeepSpeed refuses or ignores at `stage`."""
     if stage < 3 and offload_param in ("cpu", "nvme"):
         yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {stage}"
     if stage == 0 and offload_optimizer in ("stream", "cpu", "nvme"):
@@ -203,10 +200,7 @@ def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> It
 
 
 def _check_post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for the problems of suites, synthetic sources and the stages after pretraining.
-
-    Includes sections without effect in the recipe's stage.
-    """
+    """Yield (dotted key, sentence) for suites, synthetic sources, other stages' sections, and post-training stages."""
     if recipe.eval.suites and not any(source.synthetic for source in recipe.data.sources):
         yield "eval.suites", "asks about the embedded corpus, which is no source here; set it to []"
     for index, source in enumerate(recipe.data.sources if recipe.stage != "grpo" else ()):

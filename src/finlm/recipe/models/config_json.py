@@ -165,10 +165,7 @@ def check_class(config: traits.Config, named: str) -> None:
 
 
 def check_kernels(config: traits.Config, device: str) -> None:
-    """Raise UserError when the device is a GPU, "cuda", and the model needs kernels whose package is not here.
-
-    Layers of linear attention need flash-linear-attention; `config` is the model's config.json.
-    """
+    """Raise UserError if linear attention is to run on "cuda" and the package flash-linear-attention is missing."""
     row = traits.records().get(str(config.get("model_type")))
     if row and row.linear and device == "cuda" and importlib.util.find_spec("fla") is None:
         raise UserError(
