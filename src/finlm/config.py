@@ -112,7 +112,8 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _zero(recipe: Recipe, plan: Plan) -> Settings:
     """Return the section zero_optimization; at stage 0 it has the stage alone."""
-    sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
+    model = shape.of(recipe, plan.vocab_size)
+    sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, model)
     zero: Settings = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return zero
@@ -142,9 +143,10 @@ def _zero(recipe: Recipe, plan: Plan) -> Settings:
         # torch 2.11 it asks for a weight's number, so that every layer is compiled anew: a second each.
         zero["memory_efficient_linear"] = False
     if plan.offload_param != "none":
+        largest, unit = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes), 2**20
         buffer: Settings = {
             "buffer_count": host_memory.NVME_PARAM_BUFFERS,
-            "buffer_size": _nvme_buffer(recipe, plan),
+            "buffer_size": -(-largest // plan.world_size // unit) * unit,  # a rank's part of any weight fits
             "max_in_cpu": sizes.live,
         }
         zero["offload_param"] = _offload(recipe, plan, plan.offload_param, buffer)
@@ -161,14 +163,6 @@ def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Settings) -> Sett
     """Return the section for offload to `device` (cpu or nvme); `buffers` and the NVMe path are added for nvme only."""
     offload: Settings = {"device": device, "pin_memory": plan.device == "cuda"}
     return offload | {"nvme_path": recipe.zero.nvme_path} | buffers if device == "nvme" else offload
-
-
-def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
-    """Return the elements of an NVMe buffer, a multiple of 2**20 that fits a rank's partition of every parameter."""
-    model = shape.of(recipe, plan.vocab_size)
-    largest = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes)
-    unit = 2**20
-    return -(-largest // plan.world_size // unit) * unit
 
 
 def _optimizer(recipe: Recipe, plan: Plan) -> Settings:
@@ -306,25 +300,24 @@ def write_page(path: Path, parent: Path) -> list[Path]:
     left out. Raises UserError for an invalid recipe or settings that DeepSpeed would refuse.
     """
     wanted = recipes.load(path).recipe
-    settings = Path("configs/ds") / f"{path.parent.name}-{path.stem}.json"
-    plan: Plan | None = None
+    plan, settings = None, None
     with contextlib.suppress(UserError):  # its data or its parent may not be here yet
         plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
-    has_settings = plan is not None and settings.parent.is_dir() and path.parent.parent == Path("recipes")
-    page = path.parent / "README.md"
+    page, folder = path.parent / "README.md", Path("configs/ds")
+    if plan is not None and folder.is_dir() and path.parent.parent == Path("recipes"):
+        settings = folder / f"{path.parent.name}-{path.stem}.json"
     before = page.read_text(encoding="utf-8").rstrip() + "\n\n#" if page.exists() else ""
     title = wanted.name if before else path.parent.name
-    lines = _page_lines(path, parent, settings if has_settings else None, wanted, plan)
+    lines = _page_lines(path, parent, settings, wanted, plan)
     files.write_text(page, f"{before}# {title}\n\n" + "\n".join(lines) + "\n")
-    written = [page]
-    if plan is not None and has_settings:
-        files.write_text(settings, _text(deepspeed_settings(wanted, plan)))
-        written.append(settings)
-    return written
+    if plan is None or settings is None:
+        return [page]
+    files.write_text(settings, _text(deepspeed_settings(wanted, plan)))
+    return [page, settings]
 
 
 def train_command(path: Path) -> str:
-    """Return the shell command that trains a recipe: its stage's script if here, else `finlm train`. Loads it."""
+    """Return the command that trains a recipe: its stage's script if here, else `finlm train`. Raises as load()."""
     script = Path("scripts") / SCRIPTS.get(recipes.load(path).recipe.stage, "")
     return f"bash {script} {path}" if script.is_file() else f"finlm train {path}"
 

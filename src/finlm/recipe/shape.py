@@ -302,10 +302,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         kind = "attention with sinks takes none here" if shape.has_sinks else "the state of linear attention knows none"
         yield "sft.hide_eos", f"tokens are hidden by a mask, and {kind}"
     if shape.linear == shape.layers:  # transformers' generation counts the tokens of a cache by its keys
-        yield (
-            "model.layers",
-            "all layers have linear attention, and generated text needs a layer of full attention",
-        )
+        yield "model.layers", "all layers have linear attention, and generated text needs a layer of full attention"
     if shape.linear and recipe.grpo is not None and recipe.grpo.engine != "transformers":
         yield "grpo.engine", f"{recipe.grpo.engine} was not tried with layers of linear attention: leave it out"
     if recipe.stage == "reward" and not traits.record_of(config).rewards:
