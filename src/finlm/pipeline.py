@@ -440,7 +440,7 @@ def _recover(t: Training, error: StepFailed | UserError) -> Training | None:
 def _find_lost_hosts(t: Training, error: StepFailed | UserError) -> dict[str, bool]:
     """Return {name: whether it may come back} of the hosts because of which training ended with `error`.
 
-    Asks all hosts over ssh; if all answer, blames those that have just joined. A RunFailed but HostLost blames none.
+    Asks all hosts over ssh; if all answer, names those that have just joined. Names none if no host failed the run.
     """
     if isinstance(error, RunFailed) and not isinstance(error, restart.HostLost):
         return {}
