@@ -17,7 +17,6 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,24 +63,19 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     extra_values: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
 
     def __init__(self, r: Rank[Recipe], model: Any, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
-        """Read the prompts, and make trl's trainer of `given` with a reward function for each of `terms`."""
-        self.rank = r
+        """Read the prompts, and make trl's trainer of `given` with a reward function for each of `terms`.
+
+        Raises ValueError without training prompts.
+        """
         self.prompts = read_prompts(r.shards, r.shards.split("train"), tokenizer)
+        self.held_out = r.held_out(lambda parts: read_prompts(r.shards, parts, tokenizer))  # by source
+        self.order = Order(len(self.prompts), r.recipe.train.seed)  # endless: order[positions] are indices of prompts
         self.is_generated = False  # whether answers came since the last step
         self.grpo = settings_of(r)
         self.mismatch = rollouts.Mismatch(self.grpo.importance_cap, r.device)
         self.tokens_learnt: list[torch.Tensor] = []  # of each micro-step of a step, on this rank
-        super().__init__(model=model, reward_funcs=terms, processing_class=tokenizer, **given)
-        self.reward_func_names = names_of(self.grpo.reward)
-        self.attach(r)
-
-    @cached_property
-    def order(self) -> Order:
-        """The endless order of prompts, by train.seed; order[positions], both arrays, are indices of prompts.
-
-        Raises ValueError without prompts.
-        """
-        return Order(len(self.prompts), self.rank.recipe.train.seed)
+        super().__init__(r, model=model, reward_funcs=terms, processing_class=tokenizer, **given)
+        self.reward_func_names = names_of(self.grpo.reward)  # trl keeps the rewards of equal names in one list
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
         """Return (tokens of answers, tokens of answers and prompts) of the last generation, over all ranks.
@@ -185,11 +179,6 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         if not len(now) or len(first) != len(now):
             return {"sampled": float(now.mean())} if len(now) else {}
         return {"sampled": float(now.mean()), **rollouts.mean_rise((now - torch.tensor(first)).tolist())}
-
-    @cached_property
-    def held_out(self) -> dict[str, list[Prompt]]:
-        """The held-out prompts of each source: the first eval.max_tokens_per_source / sequence length, at least 1."""
-        return self.rank.held_out(lambda parts: read_prompts(self.rank.shards, parts, self.processing_class))
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -365,6 +354,11 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
     Raises UserError if the start or a reward model cannot be loaded, or a reward function is not as it was. Patches trl
     for the process (start.score_answers_alone, start.refer_to_text).
     """
+    grpo, trainer = settings_of(r), GroupTrainer
+    if grpo.form == "ppo":
+        from finlm.train.post.ppo import ValueTrainer  # builds on this module
+
+        trainer = ValueTrainer
     start.score_answers_alone()
     start.refer_to_text(r.recipe.model)
     tokenizer = padding_tokenizer(r)
@@ -372,12 +366,31 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
     model.config._name_or_path = start.start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
     model.generation_config.eos_token_id = r.shards.manifest["end_of_turn_id"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(r.shards.manifest["end_of_turn_id"])
-    return trainer_of(settings_of(r).form)(
+    settings = trl_arguments(
+        GRPOConfig,
+        r,
+        num_generations=grpo.generations,
+        max_completion_length=grpo.max_new_tokens,
+        temperature=grpo.temperature,
+        top_p=grpo.top_p,
+        reward_weights=[term.weight for term in grpo.reward],
+        beta=grpo.beta,
+        epsilon=grpo.epsilon,
+        epsilon_high=grpo.epsilon_high,
+        **FORMS[grpo.form],
+        **ENGINES[grpo.engine],
+        vllm_server_base_url=grpo.server,
+        vllm_importance_sampling_correction=False,  # rollouts.Mismatch corrects, whatever generates
+        num_iterations=grpo.iterations,
+        log_completions=False,
+        shuffle_dataset=False,
+    )
+    return trainer(
         r,
         model,
         rollouts.make_rewards(r),
         tokenizer,
-        args=trl_settings(r),
+        args=settings,
         # Read only for the first row, by which trl tells the kind of data.
         train_dataset=Dataset.from_list([{"prompt": "-", "answer": "A"}]),
         peft_config=lora_config(r.recipe),
@@ -400,43 +413,10 @@ ENGINES: dict[str, dict[str, str | bool]] = {  # of trl
 }
 
 
-def trainer_of(form: str) -> type[GroupTrainer]:
-    """Return the trainer class for grpo.form: ValueTrainer for ppo, else GroupTrainer."""
-    if form != "ppo":
-        return GroupTrainer
-    from finlm.train.post.ppo import ValueTrainer  # builds on this module
-
-    return ValueTrainer
-
-
 def settings_of(r: Rank[Recipe]) -> Grpo:
     """Return the section grpo of the run's recipe. AssertionError without it."""
     assert r.recipe.grpo is not None
     return r.recipe.grpo
-
-
-def trl_settings(r: Rank[Recipe]) -> GRPOConfig:
-    """Return trl's GRPOConfig of the run's plan and of its section grpo, which it must have."""
-    grpo = settings_of(r)
-    return trl_arguments(
-        GRPOConfig,
-        r,
-        num_generations=grpo.generations,
-        max_completion_length=grpo.max_new_tokens,
-        temperature=grpo.temperature,
-        top_p=grpo.top_p,
-        reward_weights=[term.weight for term in grpo.reward],
-        beta=grpo.beta,
-        epsilon=grpo.epsilon,
-        epsilon_high=grpo.epsilon_high,
-        **FORMS[grpo.form],
-        **ENGINES[grpo.engine],
-        vllm_server_base_url=grpo.server,
-        vllm_importance_sampling_correction=False,  # rollouts.Mismatch corrects, whatever generates
-        num_iterations=grpo.iterations,
-        log_completions=False,
-        shuffle_dataset=False,
-    )
 
 
 def names_of(terms: Sequence[Term]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -39,31 +39,29 @@ IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_
 
 
 class PairTrainer(Recorded):
-    """Mixin, before trl's class, for a trainer whose rows are pairs; subclasses define `scores` and `names`."""
+    """Mixin, before trl's class, for a trainer whose rows are pairs.
+
+    A subclass defines `names` and scores(batch), which returns the rewards of a batch of batch() on this rank, [pairs,
+    (chosen, rejected)], with eval mode and no_grad set by the caller.
+    """
 
     rank: Rank[Recipe]
-    pairs: Sequence[Pair]
     names: dict[str, str]  # of trl's metrics, by their name in the row of a step
 
     def __init__(self, r: Rank[Recipe], model: torch.nn.Module, **given: Any) -> None:
-        """Read the run's training pairs into memory, make trl's trainer of `model` and `given`, and attach the run."""
-        self.rank = r
-        self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
-        super().__init__(model=model, **given)
-        self.attach(r)
+        """Read the run's pairs into memory and make trl's trainer of `model` and `given`.
 
-    @cached_property
-    def order(self) -> Order:
-        """The endless order of pairs, by train.seed; order[positions], both arrays, are indices of pairs.
-
-        Raises ValueError without pairs.
+        Raises ValueError without training pairs.
         """
-        return Order(len(self.pairs), self.rank.recipe.train.seed)
-
-    @cached_property
-    def tokens(self) -> Any:
-        """Number of tokens of each pair's two sequences together: int64 [pairs]."""
-        return np.array([_tokens(pair) for pair in self.pairs])
+        # Before trl's constructor, in which DPO scores the pairs.
+        self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
+        self.held_out = r.held_out(lambda parts: list(dialogues.read_pairs(parts)))  # by source
+        self.order = Order(len(self.pairs), r.recipe.train.seed)  # endless: order[positions] are indices of pairs
+        self.tokens = np.array(
+            [2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in self.pairs]
+        )
+        self.pad_id = padding_id(r.shards)
+        super().__init__(r, model=model, **given)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
         """Return (tokens, tokens): all tokens of a step's sequences over all ranks, as labels and as tokens read.
@@ -90,27 +88,10 @@ class PairTrainer(Recorded):
         sources = {name: reward_statistics(rewards) for name, rewards in rewards_of.items()}
         return reward_statistics(torch.cat(list(rewards_of.values()))) | {"sources": sources}
 
-    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the rewards of a batch of batch() on this rank: [pairs, (chosen, rejected)].
-
-        The caller sets eval mode and no_grad. Raises NotImplementedError; subclasses define it.
-        """
-        raise NotImplementedError
-
     def batch(self, pairs: Sequence[Pair]) -> dict[str, torch.Tensor]:
         """Return the pairs on the device in the form of collate_pairs(): chosen sequences first."""
         device: torch.device = self.rank.device
         return {name: tensor.to(device) for name, tensor in collate_pairs(pairs, self.pad_id).items()}
-
-    @cached_property
-    def held_out(self) -> dict[str, list[Pair]]:
-        """The held-out pairs of each source: the first eval.max_tokens_per_source / sequence length, at least 1."""
-        return self.rank.held_out(lambda parts: list(dialogues.read_pairs(parts)))
-
-    @cached_property
-    def pad_id(self) -> int:
-        """The id of the token that pads batches."""
-        return padding_id(self.rank.shards)
 
     def _score_pairs(self, pairs: Sequence[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Return scores(batch) of all pairs, fp32 on the CPU: [pairs, (chosen, rejected)]. The ranks share the work.
@@ -167,11 +148,6 @@ def reward_statistics(rewards: torch.Tensor) -> dict[str, float]:
         "reward_max": float(rewards.max()),
         "pairs": len(rewards),
     }
-
-
-def _tokens(pair: Pair) -> int:
-    """Return the number of tokens of the pair's two sequences, each with the prompt."""
-    return 2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"])
 
 
 class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]

@@ -246,12 +246,8 @@ class Watch:
         (self._told.add if is_bad else self._told.discard)(incident.what)
 
     def _medians(self, key: str) -> tuple[float, float]:
-        """Return (median of the first steps, median of the last STEPS), equal before there are STEPS of them.
-
-        0 without any.
-        """
-        first, last = self._first.get(key, [0.0]), self._last.get(key, [0.0])
-        begin = statistics.median(first)
+        """Return the medians of the first and of the last STEPS steps, equal while there are fewer; 0 without any."""
+        begin, last = statistics.median(self._first.get(key, [0.0])), self._last.get(key, ())
         return begin, statistics.median(last) if len(last) == STEPS else begin
 
     def _words(self, key: str, unit: str) -> str:

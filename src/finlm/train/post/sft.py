@@ -12,13 +12,12 @@ them; the mistakes of its data are in dialogues/encode.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from datasets import IterableDataset
+from datasets import Dataset
 from torch import distributed
 from trl import SFTConfig, SFTTrainer
 
@@ -30,19 +29,8 @@ from finlm.train import batches
 from finlm.train.batches import Batches, Numbers
 from finlm.train.entry import Rank
 from finlm.train.model import causal_lm, kernels, products
-from finlm.train.model.causal_lm import model_config
 from finlm.train.post import start
 from finlm.train.post.trainers import Recorded, trl_arguments
-
-
-class MicroBatch(TypedDict, total=False):
-    """What compute_loss takes: the model's arguments, the loss's factor `scale`, the rows' source indices."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    bounds: torch.Tensor | None
-    scale: float
-    sources: torch.Tensor
 
 
 class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
@@ -58,12 +46,11 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         """
         self.batches = batches
         self.by_source = BySource(batches.rows.source_ranges(), r.device)
-        super().__init__(model=model, **given)
+        super().__init__(r, model=model, **given)
         # trl has put its own head's loss in place; ours keeps no logits, and runs the compiled layers.
         kernels.swap_loss(causal_lm.base_model(self.model), r.plan.vocab_size, by_row=True)
         if r.recipe.sft is not None and r.recipe.sft.hide_eos:
             hide_end_tokens(causal_lm.base_model(self.model), r.shards.eos_id)
-        self.attach(r)
         self.checksum = batches.checksum
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
@@ -78,8 +65,8 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         products.swap_summing(self.model, layers, self.rank.plan, lambda: self.accelerator.sync_gradients)
         return prepared
 
-    def compute_loss(self, model: Any, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the micro-batch's summed loss times its `scale`: its part of the step's mean over all ranks.
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
+        """Return the summed loss of a micro-batch of _read() times its `scale`: its part of the step's mean.
 
         Adds the rows' losses to the sums by source. Removes `scale` and `sources` from `inputs`.
         """
@@ -131,8 +118,11 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         loss: torch.Tensor = self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds)[0]
         return loss
 
-    def _read(self, step: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of a step, on the device, and add their rows to the checksum."""
+    def _read(self, step: int) -> Iterator[dict[str, Any]]:
+        """Yield this rank's micro-batches of a step, on the device, and add their rows to the checksum.
+
+        Each has the model's arguments, the factor `scale` of its loss and the rows' source indices, `sources`.
+        """
         # The mean over ranks is DeepSpeed's: times their number, it is a sum.
         scale = self.rank.plan.world_size / self.batches.supervised(step)
         row_ids = self.batches.row_ids(step)[:, self.batches.of_this_rank]
@@ -162,26 +152,19 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
         seed = recipe.train.seed
         order = packing.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, seed)
     batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
-    config = model_config(recipe, plan, r.shards.bos_id, r.shards.eos_id)
-    model = start.load_model(recipe, plan, r.run.ds_config, config, r.shards.tokenizer)
     inputs, labels = rows.read(np.zeros(1, dtype=np.int64))
     first = {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
     return DialogueTrainer(
         r,
         batches,
-        model,
+        start.load_start(r),
         args=trl_arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
         # Read only for the first row, by which trl tells the kind of data.
-        train_dataset=IterableDataset.from_generator(_yield_row, gen_kwargs={"row": first}),
+        train_dataset=Dataset.from_list([first]),
         processing_class=start.dialogue_tokenizer(r.shards),
         data_collator=_refuse_collator,
         peft_config=start.lora_config(recipe),
     )
-
-
-def _yield_row(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
-    """Yield the row once, as trl's data set."""
-    yield row
 
 
 def _refuse_collator(rows: Any) -> Any:
@@ -228,19 +211,18 @@ class BySource:
 
 
 def hide_end_tokens(model: Any, eos_id: int) -> None:
-    """Replace the model's forward so that no position attends to an `eos_id`, as in the released code (dataset.py)."""
-    model.forward = partial(_summed_loss, model, eos_id)
+    """Replace the model's forward so that no position attends to an `eos_id`, as in the released code (dataset.py).
 
-
-def _summed_loss(
-    model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
-) -> Any:
-    """Return what the head returns, (summed loss, losses of the rows), with every eos hidden from attention.
-
-    Takes the place of model.forward. `bounds` is ignored.
+    The new forward returns what the head returns, (summed loss, losses of the rows), and ignores `bounds`.
     """
-    hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
-    return model.lm_head(hidden, labels)
+
+    def forward(input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        """Return (summed loss, losses of the rows)."""
+        seen = input_ids.ne(eos_id)
+        hidden = model.model(input_ids=input_ids, attention_mask=seen, use_cache=False).last_hidden_state
+        return model.lm_head(hidden, labels)
+
+    model.forward = forward
 
 
 class Sampler:

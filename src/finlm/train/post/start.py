@@ -34,7 +34,7 @@ from finlm.rows.shards import IGNORED, Shards
 from finlm.train.entry import Rank
 from finlm.train.model import causal_lm, kernels
 from finlm.train.model.causal_lm import model_config
-from finlm.train.model.kernels import PLAIN, Form, Head, shape_logits, slices
+from finlm.train.model.kernels import Head, shape_logits, slices
 
 BLOCK = 64  # weights that share a scale of NF4
 SCALES = 256  # scales that share a factor, at most
@@ -277,8 +277,17 @@ def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor
 def _head_log_probs(
     head: torch.nn.Linear, vocab_size: int, form: kernels.Form, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return each label's log-probability, fp32 [batch, sequence], 0 at IGNORED; takes the place of head.forward."""
-    return linear_log_probs(hidden, head.weight, labels, vocab_size, form)
+    """Return each label's log-probability, fp32 [batch, sequence], 0 at IGNORED; takes the place of head.forward.
+
+    `hidden` is [batch, sequence, hidden], at the position whose next token the label is. Rows of head.weight from
+    vocab_size on are padding. Raises ValueError when no label counts.
+    """
+    counted = labels != IGNORED  # only these positions are multiplied: of a pair's tokens the answers
+    log_probs = LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden[counted], head.weight, labels[counted], (vocab_size, form)
+    )
+    whole: torch.Tensor = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+    return whole.masked_scatter(counted, log_probs)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -320,23 +329,6 @@ class LinearLogProbs(torch.autograd.Function):
             hidden_grad[start:stop] = gradient @ rows
             weight_grad[:vocab_size].addmm_(gradient.T, part)
         return hidden_grad, weight_grad if ctx.needs_input_grad[1] else None, None, None
-
-
-def linear_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN
-) -> torch.Tensor:
-    """Return the fp32 log-probability of each label [batch, sequence], 0 where it is IGNORED.
-
-    `hidden` is [batch, sequence, hidden], at the position whose next token the label is; `weight` is the head's, with
-    padding from vocab_size on. The head only reads positions whose label counts: of a pair's tokens these are the
-    answers. Raises ValueError when no label counts.
-    """
-    counted = labels != IGNORED
-    log_probs = LinearLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden[counted], weight, labels[counted], (vocab_size, form)
-    )
-    whole: torch.Tensor = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
-    return whole.masked_scatter(counted, log_probs)
 
 
 def forward_without_mask(model: Any, input_ids: torch.Tensor, **_: Any) -> Any:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from finlm.recipe.schema import Recipe
 from finlm.train import batches, entry
-from finlm.train.batches import Checksum, Numbers
+from finlm.train.batches import Checksum
 from finlm.train.entry import Rank, is_due, open_rank, versions
 from finlm.train.incidents import RECENT_STEPS, Skipped
 from finlm.train.model import kernels
@@ -42,9 +42,8 @@ def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -
     errors of training pass through.
     """
     r = open_rank(run_path, recipe)
-    with kernels.attention_backends(
-        r.plan
-    ):  # of the making too: DPO scores its pairs with the model that it starts from
+    # Around make() too: DPO scores its pairs with the start model while its trainer is made.
+    with kernels.attention_backends(r.plan):
         return int(make(r).run())
 
 
@@ -64,9 +63,7 @@ def trl_arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "max_steps": optim.decay_steps or plan.steps,  # the schedule's; the run ends at plan.steps
         "learning_rate": optim.lr,
-        "lr_scheduler_type": {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}[
-            optim.schedule
-        ],
+        "lr_scheduler_type": "constant_with_warmup" if optim.schedule == "constant" else optim.schedule,
         "warmup_steps": optim.warmup_steps,
         "adam_beta1": optim.betas[0],
         "adam_beta2": optim.betas[1],
@@ -90,28 +87,30 @@ def trl_arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
 
 
 class Recorded:
-    """Mixin, before trl's class, for a trainer that resumes, records and stops as `finlm train` does."""
+    """Mixin, before trl's class, for a trainer that resumes, records and stops as `finlm train` does.
 
-    def __init__(self: Any, *, model: Any, **given: Any) -> None:
-        """Make trl's trainer of `model` and `given`.
+    A subclass defines, with 0-based steps:
 
-        Undo what trl writes into the router's keys of the model's config.
-        """
+    - _read(step): yield this rank's micro-batches of a step, and add their rows to self.checksum;
+    - tokens_of_step(step): return (labels that count in the loss, tokens read) over all ranks;
+    - metrics_of_step(): return further fields of the last step's event `step`, over all ranks; collective;
+    - evaluate_held_out(): return the fields of event `eval` but the step, None if nothing is held out; collective.
+    """
+
+    def __init__(self: Any, r: Rank[Recipe], *, model: Any, **given: Any) -> None:
+        """Make trl's trainer of `model` and `given`, and add the callback that records the run of `r`."""
+        self.rank = r
+        self.checksum = Checksum()
+        self.exit_code = 0
+        self.loss_of_step: torch.Tensor | None = None
+        self.skipped = Skipped()
+        # SFTTrainer (trl 1.16) sets these in the model's config, so an export had them and no stage could follow it.
         config = model.config.get_text_config()
         keys = ("output_router_logits", "router_aux_loss_coef")
         before = {key: getattr(config, key) for key in keys if hasattr(config, key)}
         super().__init__(model=model, **given)  # type: ignore[call-arg]  # trl's, which is next in line
         for key, value in before.items():
             setattr(config, key, value)
-
-    def attach(self: Any, r: Rank[Recipe]) -> None:
-        """Set this trainer's run, reset counts, add the callback that records its steps; call it before train()."""
-        self.rank = r
-        self.checkpoints: Checkpoints | None = None
-        self.checksum = Checksum()
-        self.exit_code = 0
-        self.loss_of_step: torch.Tensor | None = None
-        self.skipped = Skipped()
         self.add_callback(_Record(self))
 
     def state_for_checkpoint(self: Any) -> State:
@@ -126,29 +125,8 @@ class Recorded:
         """Return an iterable over what the trainer's _read(step) yields, from the step that the run has reached."""
         return Steps(self)
 
-    def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (labels that count in the loss, tokens read) of a step over all ranks. `step` is 0-based.
-
-        Raises NotImplementedError; subclasses define it.
-        """
-        raise NotImplementedError
-
-    def metrics_of_step(self) -> Numbers:
-        """Return {}; subclasses return further fields for the `step` event of the last step, over all ranks.
-
-        Collective.
-        """
-        return {}
-
     def read_ahead(self, step: int) -> None:
-        """Do nothing; subclasses start to read the rows of a step (0-based) while the device works on the last step."""
-
-    def evaluate_held_out(self) -> Numbers | None:
-        """Return None; subclasses return the fields of the `eval` event except the step, None when nothing is held out.
-
-        Collective.
-        """
-        return None
+        """Do nothing; a subclass may start to read the rows of a step (0-based) while the device is busy."""
 
     def proof(self: Any, ids: list[int]) -> dict[str, float]:
         """Return {"loss": mean negative log-likelihood of the tokens `ids` after the first}. All ranks must call it.
@@ -351,8 +329,8 @@ def drain_metrics(
     `metrics` lacks, unless it is a defaultdict, as trl's is.
     """
     means = {}
-    for ours, values in ((ours, metrics[theirs]) for ours, theirs in names.items()):
-        if values:
+    for ours, theirs in names.items():
+        if values := metrics[theirs]:
             weights = tokens if len(tokens) == len(values) and any(tokens) else None
             means[ours] = statistics.fmean(values, weights)
     metrics.clear()
