@@ -277,7 +277,7 @@ def test_what_cannot_work_stops_at_once_and_says_why(
     assert "sk-wrong" not in str(refused.value) and "***" in refused.value.evidence
     monkeypatch.setattr(endpoint, "_LONGEST_PAUSE", 0.01)
     server.faults = ["500"] * 1000
-    with pytest.raises(UserError, match="failed on 5 documents in a row") as down:
+    with pytest.raises(UserError, match="failed 5 times in a row") as down:
         run(overrides, "self_qa.attempts=2")
     assert "the backend fell over" in down.value.evidence and "the same command goes on" in down.value.fix
     server.faults = []

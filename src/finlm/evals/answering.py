@@ -77,14 +77,18 @@ def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, .
 
 def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
     """Return the header, at most `shots` examples and the question as one text that ends just before its letter."""
-    parts = [style.header_for(question)]
-    parts += [_format_solved(style, example) for example in _examples(suite, question, shots)]
-    return "".join(parts) + style.format_question(question.text, question.options) + style.cue
+    solved = [_format_solved(style, example) for example in _examples(suite, question, shots)]
+    return style.header_for(question) + "".join(solved) + _format_asked(style, question)
+
+
+def _format_asked(style: Style, question: Question) -> str:
+    """Return a question with its options as text that ends just before its letter."""
+    return style.format_question(question.text, question.options) + style.cue
 
 
 def _format_solved(style: Style, example: Question) -> str:
     """Return a question as text with its right letter, as it is shown before other questions."""
-    return style.format_question(example.text, example.options) + style.cue + example.answer + "\n\n"
+    return _format_asked(style, example) + example.answer + "\n\n"
 
 
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
@@ -101,8 +105,7 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
         return len(opened.tokenizer(text, verbose=False)["input_ids"])  # each with its <s>, as there
 
     for question in questions:
-        header, asked = style.header_for(question), _continuation(style, suite, question, 0)
-        asked = asked.removeprefix(header)
+        header, asked = style.header_for(question), _format_asked(style, question)
         left = room - size(header) - size(asked)
         shown = [_format_solved(style, example) for example in _examples(suite, question, shots)] if left >= 0 else []
         sizes = [size(text) for text in shown]
@@ -165,7 +168,12 @@ def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], s
     room = opened.context - style.max_tokens
     for question in questions:
         for count in range(len(_examples(suite, question, shots)), -1, -1):
-            text = _conversation(opened, style, suite, question, count)
+            messages = []
+            for example in _examples(suite, question, count):
+                messages.append({"role": "user", "content": _user_turn(style, example)})
+                messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
+            messages.append({"role": "user", "content": _user_turn(style, question)})
+            text = opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = opened.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) <= room:
                 break
@@ -177,16 +185,6 @@ def chat_style(opened: Opened, suite: Suite) -> Style:
     """Return the suite's style, with max_tokens limited to a quarter of the model's context (at least 1)."""
     style = STYLES[suite.name]
     return replace(style, max_tokens=max(1, min(style.max_tokens, opened.context // 4)))
-
-
-def _conversation(opened: Opened, style: Style, suite: Suite, question: Question, shots: int) -> str:
-    """Return at most `shots` examples and the question as a chat in the model's template, ready for the answer."""
-    messages = []
-    for example in _examples(suite, question, shots):
-        messages.append({"role": "user", "content": _user_turn(style, example)})
-        messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
-    messages.append({"role": "user", "content": _user_turn(style, question)})
-    return str(opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _user_turn(style: Style, question: Question) -> str:
@@ -227,7 +225,10 @@ def score_letters(
             shared = ()
         work = {place: _rows(prompts[place].ids, begins[place], len(shared)) for place in places}
         with torch.inference_mode():
-            prefix = _compute_prefix(opened, shared)
+            prefix = None
+            if shared:
+                ids = torch.tensor([shared], device=opened.device)
+                prefix = opened.model(ids, use_cache=True, logits_to_keep=1).past_key_values
             for batch in _batches(opened, work, prefix, budget):
                 rows = [row for place in batch for row in work[place]]
                 sums = iter(_forward(opened, rows, prefix))
@@ -249,14 +250,6 @@ def _rows(answer_ids: tuple[tuple[int, ...], ...], first_counted: int, shared: i
         Row(ids[shared:-1], tuple((at - shared - 1, ids[at], letter) for at in range(first_counted, len(ids))))
         for letter, ids in enumerate(answer_ids)
     ]
-
-
-def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
-    """Run the model on the shared tokens, return their keys and values; None without tokens. Needs inference_mode()."""
-    if not shared:
-        return None
-    ids = torch.tensor([shared], device=opened.device)
-    return opened.model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
 
 def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: int) -> Iterator[list[int]]:

@@ -176,18 +176,12 @@ def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Return the probability that k attempts drawn from `count`, of which `right` are right, include a right one.
-
-    Raises ZeroDivisionError for k above count.
-    """
+    """Return the probability that k of `count` attempts, k <= count, include one of the `right` right ones."""
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
 def is_majority_right(attempts: Sequence[Graded]) -> bool:
-    """Return whether the answer that most attempts name is right; attempts that name none have no vote.
-
-    A tie goes to the answer named first. Returns False when no attempt names any.
-    """
+    """Return whether the answer that most attempts name, at a tie the first, is right; False if none names any."""
     votes = Counter(attempt.named for attempt in attempts if attempt.named is not None)
     if not votes:
         return False
@@ -330,10 +324,7 @@ def ask_endpoint(recipe: Recipe, grpo: Grpo, prompts: Sequence[Prompt], options:
 
 
 def _keys(settings: Sequence[Any], prompts: Iterable[Any], count: int) -> list[list[str]]:
-    """Return `count` keys for each prompt, by which a ledger knows its attempts.
-
-    A key is 24 hex digits of the sha256 of settings, prompt and the attempt's number.
-    """
+    """Return `count` ledger keys for each prompt: 24 hex digits of the sha256 of settings, prompt and number."""
     return [[files.sha256_json([*settings, prompt, n])[:24] for n in range(count)] for prompt in prompts]
 
 
@@ -341,7 +332,7 @@ def _read_ledger(fingerprint: str) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Return (path of a model's ledger, its rows by key, {} without a file); make its directory runs/evals."""
     ledger = Path("runs") / "evals" / f"attempts-{fingerprint[:12]}.jsonl"
     ledger.parent.mkdir(parents=True, exist_ok=True)
-    return ledger, {row["key"]: row for row in files.read_json_lines(ledger)} if ledger.exists() else {}
+    return ledger, {row["key"]: row for row in files.read_json_lines(ledger)}
 
 
 def _pick(known: Mapping[str, Mapping[str, Any]], keys: Sequence[Sequence[str]]) -> list[list[Attempt]]:

@@ -153,7 +153,9 @@ def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Su
     elif name == "cflue":
         questions, examples = tuple(_read_cflue(data / CFLUE_FILE)), {}
     else:
-        questions, examples = tuple(_read_folder(data, asked, name)), _group_by_subject(_read_folder(data, "dev", name))
+        questions, shown = tuple(_read_folder(data, asked, name)), list(_read_folder(data, "dev", name))
+        subjects = dict.fromkeys(question.subject for question in shown)
+        examples = {subject: tuple(q for q in shown if q.subject == subject) for subject in subjects}
     sha256 = digest(questions)
     return Suite(name, questions, examples, sha256, _is_released(name, questions, sha256))
 
@@ -169,14 +171,6 @@ def _is_released(name: str, questions: tuple[Question, ...], sha256: str) -> boo
         return None
     count, *known = _SUITES["released"][name]
     return False if len(questions) != count else sha256 == known[0] if known else None
-
-
-def _group_by_subject(questions: Iterator[Question]) -> dict[str, tuple[Question, ...]]:
-    """Return {subject: questions}, both in the order of the questions."""
-    groups: dict[str, list[Question]] = {}
-    for question in questions:
-        groups.setdefault(question.subject, []).append(question)
-    return {subject: tuple(items) for subject, items in groups.items()}
 
 
 def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
@@ -267,10 +261,8 @@ def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Ite
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):
         *stem, a, b, c, d, _ = text.split("\n")
-        options = [option[3:] for option in (a, b, c, d)]  # behind "A. "
-        question = Question(
-            str(meta["subject"]), "\n".join(stem), (options[0], options[1], options[2], options[3]), str(meta["answer"])
-        )
+        options = tuple(option[3:] for option in (a, b, c, d))  # behind "A. "
+        question = Question(str(meta["subject"]), "\n".join(stem), options, str(meta["answer"]))
         if question.sha256 not in seen:
             seen.add(question.sha256)
             yield question
@@ -322,10 +314,7 @@ _CFLUE_OPENS = re.compile(r"^[A-F]+")
 
 
 def read_cflue(text: str) -> str | None:
-    """Return the letters that CFLUE's code reads from an answer, in the answer's order; None where it reads none.
-
-    Reads only the first line of an answer of two lines.
-    """
+    """Return the letters that CFLUE's code reads, in the answer's order: of two lines the first; None without any."""
     lines = text.split("\n")
     read = re.sub("[、,， ]", "", (lines[0] if len(lines) == 2 else text).strip())
     said = _CFLUE_SAID.search(read)

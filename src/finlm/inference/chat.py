@@ -87,10 +87,7 @@ def run(
 
 
 def _read_line() -> str | None:
-    """Return the next line of stdin, stripped, None at its end; print a prompt on a terminal.
-
-    Raises UserError for bytes that are not UTF-8.
-    """
+    """Prompt on a terminal; return stdin's next line, stripped, None at its end. Raises UserError unless UTF-8."""
     if sys.stdin.isatty():
         screen.console().print("› ", style="bold cyan", end="")
     try:
@@ -134,7 +131,11 @@ def _strip_controls(text: str) -> str:
 
 
 class Talker:
-    """Answers the messages of conversations; keeps keys and values and the random generator between answers."""
+    """Answers the messages of conversations; keeps keys and values and the random generator between answers.
+
+    `reply` is the last answer: its finish_reason is "stop" when the model ended by itself, "length" when it was cut
+    off. `reused_tokens` counts the tokens of the last prompt that were not computed again.
+    """
 
     def __init__(self, opened: Opened, seed: int = 0, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Begin without a conversation; `seed` seeds the drawing of tokens.
@@ -153,9 +154,8 @@ class Talker:
                 fix="leave out --tools, or train with a template that writes them (chat.template)",
             )
         self.opened, self.tools = opened, tools
-        # The last one; its finish_reason is "stop" when the model ended by itself, "length" when it was cut off.
         self.reply: Reply | None = None
-        self.reused_tokens = 0  # of the last prompt, not computed again
+        self.reused_tokens = 0
         self._random = torch.Generator(opened.device).manual_seed(seed)
         self._forget()
 
@@ -265,10 +265,7 @@ class Talker:
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
     def _draw_token(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
-        """Return an id drawn with `temperature` from the nucleus `top_p`; the likeliest id at temperature 0 or below.
-
-        Drawing advances self._random. `logits` is [vocabulary].
-        """
+        """Draw an id from the nucleus `top_p` of logits [vocabulary]; return the likeliest at temperature <= 0."""
         if temperature <= 0:
             return int(logits.argmax())
         warm = (logits - logits.max()) / temperature  # at most 0: a small temperature would reach infinity
@@ -294,10 +291,7 @@ class LocalModel:
         self._talker = Talker(opened, seed)
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the model's reply, drawn at `temperature`, of at most max_tokens tokens.
-
-        Raises Refused when the messages do not fit context or template.
-        """
+        """Return the model's reply, as Talker.ask(). Raises Refused if the messages do not fit context or template."""
         try:
             return self._talker.ask(messages, temperature, max_tokens)
         except UserError as error:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +310,7 @@ _STAGES = {
     "pretrain": "Pretrained",
     "sft": "Fine-tuned on dialogues",
     "dpo": "Trained on preferences (DPO)",
+    "orpo": "Trained on preferences (ORPO)",
     "reward": "Trained as a reward model",
     "grpo": "Trained by reinforcement learning (GRPO)",
 }
@@ -329,7 +330,7 @@ def card_text(trained: Trained, directory: Path) -> str:
     step, context = step_of(trained.checkpoint), trained.model.config.max_position_embeddings
     start = parents.start_recorded(trained.run, recipe)
     is_orpo = recipe.dpo is not None and recipe.dpo.loss == "orpo"
-    kind = "Trained on preferences (ORPO)" if is_orpo else _STAGES[recipe.stage]
+    kind = _STAGES["orpo" if is_orpo else recipe.stage]
     lines += [
         f"{plan.parameters:,} parameters, {context:,} tokens of context, {plan.precision}. "
         f"{kind} with finlm: {step:,} steps of {plan.tokens_per_step:,} tokens"
@@ -338,11 +339,11 @@ def card_text(trained: Trained, directory: Path) -> str:
         "The licence of the weights follows from their training data and parent model and is yours to state.",
         "",
         *_use_lines(directory, recipe.stage),
-        *_data_lines(trained),
-        *_held_out_lines(trained, step),
-        *_suite_lines(trained, step),
-        *_task_lines(trained, step),
-        *_origin_lines(trained),
+        *_data_section(trained),
+        *_held_out_section(trained, step),
+        *_suite_section(trained, step),
+        *_task_section(trained, step),
+        *_origin_section(trained),
         "## Recipe",
         "",
         "```yaml",
@@ -353,95 +354,84 @@ def card_text(trained: Trained, directory: Path) -> str:
     return "\n".join(lines)
 
 
-def _use_lines(directory: Path, stage: str) -> Iterator[str]:
-    """Yield the lines of a model card's section on use; none for a reward model."""
+def _use_lines(directory: Path, stage: str) -> list[str]:
+    """Return the lines of a model card's section on use; [] for a reward model."""
     if stage == "reward":
-        return
+        return []
     chats = (directory / "chat_template.jinja").is_file()
     prompt = '[{"role": "user", "content": "什么是净利润？"}]' if chats else '"公司营业收入"'
-    yield from ("## Use", "", "```python", "from transformers import pipeline", "")
-    yield from (f'pipeline("text-generation", model="DIRECTORY")({prompt}, max_new_tokens=64)', "```", "")
+    call = f'pipeline("text-generation", model="DIRECTORY")({prompt}, max_new_tokens=64)'
+    return ["## Use", "", "```python", "from transformers import pipeline", "", call, "```", ""]
 
 
-def _data_lines(trained: Trained) -> Iterator[str]:
-    """Yield the lines of the card's table of training data: documents and tokens of each source."""
-    shards: dict[str, list[int]] = {}
+def _section(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a section of the card with a table of `rows`; [] without rows."""
+    table = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+    return [f"## {title}", "", *table, ""] if rows else []
+
+
+def _data_section(trained: Trained) -> list[str]:
+    """Return the lines of the section on training data: documents and tokens of each source."""
+    counts: dict[str, tuple[int, int]] = {}
     for shard in trained.shards.split("train"):
-        counts = shards.setdefault(shard.source, [0, 0])
-        counts[0] += shard.documents
-        counts[1] += shard.tokens
-    yield from ("## Training data", "", "| source | documents | tokens |", "| --- | --- | --- |")
-    for source, (documents, tokens) in shards.items():
-        yield f"| {source} | {documents:,} | {tokens:,} |"
-    yield ""
+        documents, tokens = counts.get(shard.source, (0, 0))
+        counts[shard.source] = documents + shard.documents, tokens + shard.tokens
+    rows = [(source, f"{documents:,}", f"{tokens:,}") for source, (documents, tokens) in counts.items()]
+    return _section("Training data", ("source", "documents", "tokens"), rows)
 
 
-def _held_out_lines(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the lines of the card's table of the last evaluation up to `step`; none without an evaluation by source.
+def _held_out_section(trained: Trained, step: int) -> list[str]:
+    """Return the lines of the section on the last evaluation up to `step`; [] without an evaluation by source.
 
     Its columns are the measures that the event has, without `tokens`.
     """
-    rows = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
-    sources = (rows[-1].get("sources") or {}) if rows else {}
+    events = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
+    sources = (events[-1].get("sources") or {}) if events else {}
     keys = [key for key in next(iter(sources.values()), {}) if key != "tokens"]
-    if not keys:
-        return
-    yield from ("## Held-out text", "", f"| source | {' | '.join(key.replace('_', ' ') for key in keys)} |")
-    yield "| --- " * (len(keys) + 1) + "|"
-    for name, row in sources.items():
-        yield f"| {name} | {' | '.join(_format_number(row.get(key)) for key in keys)} |"
-    yield ""
+    rows = [(name, *(_format_number(row.get(key)) for key in keys)) for name, row in sources.items() if keys]
+    return _section("Held-out text", ("source", *(key.replace("_", " ") for key in keys)), rows)
 
 
-def _suite_lines(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the lines of the card's table of multiple-choice results of this step; none without results."""
-    rows = [row for row in trained.run.read_events("suite") if row.get("step") == step]
-    if not rows:
-        return
-    yield from ("## Multiple choice", "", "| suite | mode | questions | macro | micro | 95 % interval |")
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for row in rows:
-        low, high = (f"{100 * bound:.1f}" for bound in row["micro_interval"])
-        macro, micro = f"{100 * row['macro']:.2f} %", f"{100 * row['micro']:.2f} %"
-        mode = f"{row['mode']}, {row['shots']}-shot"
-        yield f"| {row['suite']} | {mode} | {row['questions']:,} | {macro} | {micro} | {low} to {high} |"
-    yield ""
+def _suite_section(trained: Trained, step: int) -> list[str]:
+    """Return the lines of the section on multiple-choice results of this step; [] without results."""
+    rows = []
+    for row in trained.run.read_events("suite"):
+        if row.get("step") == step:
+            mode, interval = (
+                f"{row['mode']}, {row['shots']}-shot",
+                [f"{100 * end:.1f}" for end in row["micro_interval"]],
+            )
+            means = [f"{100 * row[name]:.2f} %" for name in ("macro", "micro")]
+            rows.append((row["suite"], mode, f"{row['questions']:,}", *means, " to ".join(interval)))
+    return _section("Multiple choice", ("suite", "mode", "questions", "macro", "micro", "95 % interval"), rows)
 
 
-def _task_lines(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the lines of the card's table of scores of tasks with free answers at this step; none without scores."""
-    rows = [row for row in trained.run.read_events("tasks") if row.get("step") == step]
-    if not rows:
-        return
-    yield from ("## Tasks with free answers", "", "| suite | task | metric | questions | score | 95 % interval |")
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for row in rows:
-        for name, score in row["scores"].items():
+def _task_section(trained: Trained, step: int) -> list[str]:
+    """Return the lines of the section on scores of tasks with free answers at this step; [] without scores."""
+    rows = []
+    for row in trained.run.read_events("tasks"):
+        for name, score in row["scores"].items() if row.get("step") == step else ():
             low, high = score["interval"]
-            about = f"| {row['suite']} | {name} | {score['metric']} | {score['rows']:,}"
-            yield f"{about} | {score['value']:.4f} | {low:.4f} to {high:.4f} |"
-    yield ""
+            value, interval = f"{score['value']:.4f}", f"{low:.4f} to {high:.4f}"
+            rows.append((row["suite"], name, score["metric"], f"{score['rows']:,}", value, interval))
+    columns = ("suite", "task", "metric", "questions", "score", "95 % interval")
+    return _section("Tasks with free answers", columns, rows)
 
 
-def _origin_lines(trained: Trained) -> Iterator[str]:
-    """Yield the card's section on origin: hardware, and what manifest.json knows. Raises NotJson if that is damaged."""
+def _origin_section(trained: Trained) -> list[str]:
+    """Return the section on origin: hardware, and what manifest.json knows. Raises NotJson if that is damaged."""
     manifest = files.read_json(trained.run.manifest)
     code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
-    git = code.get("git") or {}
     facts = {
         "finlm": code.get("version"),
-        "git commit": git.get("commit"),
+        "git commit": (code.get("git") or {}).get("commit"),
         "code sha256": code.get("code_sha256"),
         "recipe sha256": (manifest.get("recipe") or {}).get("sha256"),
         "shards sha256": shards.get("sha256"),
         "tokenizer sha256": shards.get("tokenizer_sha256"),
         "hardware": ", ".join(f"{host.slots} x {host.gpu or 'CPU rank'}" for host in trained.plan.hosts),
     }
-    yield from ("## Origin", "", "| | |", "| --- | --- |")
-    for name, value in facts.items():
-        if value:
-            yield f"| {name} | {value} |"
-    yield ""
+    return _section("Origin", ("", ""), [(name, str(value)) for name, value in facts.items() if value])
 
 
 def _format_number(value: Any) -> str:

@@ -94,7 +94,7 @@ def open_model(path: Path) -> Opened:
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path} holds no model",
-            evidence=f"{'no config.json in it' if path.is_dir() else 'no such directory'}",
+            evidence="no config.json in it" if path.is_dir() else "no such directory",
             fix="give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format",
         )
     return _open_directory(path, run)
@@ -133,7 +133,7 @@ def _open_checkpoint(path: Path) -> Opened:
     tokenizer = start.run_tokenizer(loaded.shards, loaded.recipe.tokenizer.add_bos, length)
     manifest = files.read_json(path / "manifest.json")
     name, fingerprint = f"{loaded.run.path.name}/{path.name}", [manifest, str(loaded.model.dtype)]
-    return _make_opened(_move_to_device(loaded.model), tokenizer, name, fingerprint, loaded.run, int(manifest["step"]))
+    return _make_opened(loaded.model, tokenizer, name, fingerprint, loaded.run, int(manifest["step"]))
 
 
 def _reward_model_error(path: Path) -> UserError:
@@ -165,24 +165,21 @@ def _open_directory(path: Path, run: RunDir | None) -> Opened:
     name = f"{run.path.name}/{path.name}" if run else path.resolve().name
     step = max((step for step, _ in run.complete_checkpoints()), default=None) if run else None
     fingerprint = [_fingerprint(path), str(model.dtype)]
-    return _make_opened(_move_to_device(model), tokenizer, name, fingerprint, run, step)
-
-
-def _move_to_device(model: Any) -> Any:
-    """Return the model on a GPU, or the CPU without one, in evaluation mode; in fp32 on a CPU whose halves are slow."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    slow_halves = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return model.to(device, torch.float32 if slow_halves else model.dtype).eval()
+    return _make_opened(model, tokenizer, name, fingerprint, run, step)
 
 
 def _make_opened(
     model: Any, tokenizer: Any, name: str, identity: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Return the Opened; its fingerprint is the sha256 of `identity`, JSON values that tell the model from others.
+    """Move the model to a GPU if any, in evaluation mode, and return its Opened.
 
-    The context is the configuration's, else the tokenizer's model_max_length. The ends of an answer are those of the
-    generation settings and of the tokenizer; () without any.
+    The fingerprint is the sha256 of `identity`, JSON values that tell the model from others. The context is the
+    configuration's, else the tokenizer's model_max_length. The ends of an answer are those of the generation settings
+    and of the tokenizer; () without any.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    slow_halves = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    model = model.to(device, torch.float32 if slow_halves else model.dtype).eval()
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
     listed = model.generation_config.eos_token_id
     ids = (*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id)
@@ -202,10 +199,11 @@ def _fingerprint(path: Path) -> str:
             continue
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
+        is_large = size > _SAMPLES * _SAMPLE_BYTES
         with file.open("rb") as opened:
-            for number in range(_SAMPLES if size > _SAMPLES * _SAMPLE_BYTES else 1):
-                opened.seek(number * (size // _SAMPLES) if size > _SAMPLES * _SAMPLE_BYTES else 0)
-                digest.update(os.read(opened.fileno(), _SAMPLE_BYTES if size > _SAMPLES * _SAMPLE_BYTES else size))
+            for number in range(_SAMPLES if is_large else 1):
+                opened.seek(number * (size // _SAMPLES))
+                digest.update(os.read(opened.fileno(), _SAMPLE_BYTES if is_large else size))
     return digest.hexdigest()
 
 
@@ -417,12 +415,8 @@ def gguf_differences(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> I
             yield f"llama.{key}: {value!r}"
     if fields.get("split.count", 0) > 1:
         yield f"split.count: {fields['split.count']}, of which this is one file"
-    yield from _tensor_differences(tensors, int(llama["block_count"]))
-
-
-def _tensor_differences(tensors: Mapping[str, Any], layers: int) -> Iterator[str]:
-    """Yield a line for each missing or extra tensor, compared with a plain Llama of so many layers."""
-    needed = {*_WHOLE, *(f"blk.{layer}.{name}.weight" for layer in range(layers) for name in _LAYER)}
+    layers = range(int(llama["block_count"]))
+    needed = {*_WHOLE, *(f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER)}
     yield from (f"tensor {name} is missing" for name in sorted(needed - tensors.keys()))
     for name in sorted(tensors.keys() - needed - {"output.weight"}):
         if name != "rope_freqs.weight":

@@ -15,13 +15,12 @@ prompts, model or sampling start anew in the same ledger.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -45,10 +44,7 @@ class Model(Protocol):
     """The model that is asked: endpoint.Endpoint, or a checkpoint on this machine."""
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the reply to the messages, of at most max_tokens tokens.
-
-        Raises Refused or NoAnswer when this request fails, UserError if none can succeed.
-        """
+        """Return the reply. Raises Refused or NoAnswer when this request fails, UserError if none can succeed."""
 
 
 @dataclass
@@ -138,10 +134,7 @@ def _settings(recipe: Recipe) -> SelfQA:
 
 
 def _key(settings: SelfQA, fingerprint: str | None) -> str:
-    """Return 16 hex digits of a hash over what replies depend on: prompts, model or `fingerprint`, and sampling.
-
-    The address, the request rate and the filters do not count.
-    """
+    """Return a key of 16 hex digits of what replies depend on: prompts, model or `fingerprint`, and sampling."""
     names = ("model", "passage_characters", "questions", "language", "temperature", "max_answer_tokens", "seed")
     values = {name: getattr(settings, name) for name in names}
     if fingerprint is not None:
@@ -155,34 +148,49 @@ def _ask_passages(
     """Ask about each passage, `concurrency` at a time, and yield the results as they come.
 
     Appends each result that did not fail to the ledger, under `key`, before it is yielded, and adds its tokens to
-    `spent`. Shows the progress. Ends early when max_cost is spent. Raises UserError after five documents in a row that
-    failed; an error stops the pool and the endpoint.
+    `spent`. Shows the progress. Ends early when max_cost is spent. Raises UserError after five failures in a row; an
+    error stops the pool and the endpoint.
     """
-    failed_in_a_row = 0
-    most = math.inf if settings.max_cost is None else settings.max_cost
     asking = endpoint.ask_in_parallel(
         lambda passage: _ask_about(passage, settings, model),
         passages,
         settings.concurrency if settings.endpoint else 1,
-        lambda: cost(settings, spent) < most,
+        lambda: _may_spend(settings, spent),
         model.stopped.set if isinstance(model, Endpoint) else lambda: None,  # ends waits for a retry
     )
     with closing(asking), screen.progress("self-qa", len(passages)) as advance:
-        for rows in asking:
-            for row in rows:  # all that was paid for, before anything is raised
-                advance(1)
-                spent.update(row.tokens)
-                if not row.failed:  # such a document is tried again by the next run
-                    files.append_json_line(ledger, row.to_json(key))
-            for row in rows:
-                yield row
-                failed_in_a_row = failed_in_a_row + 1 if row.failed else 0
-                if failed_in_a_row >= _STOP_AFTER:
-                    raise UserError(
-                        f"{settings.endpoint or settings.model} failed on {failed_in_a_row} documents in a row",
-                        evidence=row.detail,
-                        fix=f"what was answered is in {ledger}; the same command goes on from there",
-                    )
+
+        def keep(row: Asked) -> str:
+            """Count a document's tokens and append it to the ledger if it did not fail; return why it failed, or ""."""
+            advance(1)
+            spent.update(row.tokens)
+            if not row.failed:  # such a document is tried again by the next run
+                files.append_json_line(ledger, row.to_json(key))
+            return row.detail
+
+        yield from _keep_all(asking, keep, settings, ledger)
+
+
+Row = TypeVar("Row")
+
+
+def _keep_all(asking: Iterator[list[Row]], keep: Callable[[Row], str], settings: SelfQA, ledger: Path) -> Iterator[Row]:
+    """Yield every row of the lists that `asking` yields, after keep(row), which returns why it failed ("": it did not).
+
+    Raises UserError, which names `ledger`, after five failures in a row.
+    """
+    failed_in_a_row = 0
+    for rows in asking:
+        failures = [keep(row) for row in rows]  # all that was paid for, before anything is raised
+        for row, failure in zip(rows, failures, strict=True):
+            yield row
+            failed_in_a_row = failed_in_a_row + 1 if failure else 0
+            if failed_in_a_row >= _STOP_AFTER:
+                raise UserError(
+                    f"{settings.endpoint or settings.model} failed {failed_in_a_row} times in a row",
+                    evidence=failure,
+                    fix=f"what was answered is in {ledger}; the same command goes on from there",
+                )
 
 
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
@@ -236,7 +244,6 @@ def answer_prompts(
     endpoint refuses every request.
     """
     server, spent = Endpoint(settings), Counter[str]()
-    most = math.inf if settings.max_cost is None else settings.max_cost
 
     def count(row: Mapping[str, Any]) -> None:
         """Add a row's tokens to `spent`."""
@@ -257,24 +264,20 @@ def answer_prompts(
 
     for row in former:
         count(row)
-    rows, failed_in_a_row = dict[str, dict[str, Any]](), 0
     asking = endpoint.ask_in_parallel(
-        ask, prompts.items(), settings.concurrency, lambda: cost(settings, spent) < most, server.stopped.set
+        ask, prompts.items(), settings.concurrency, lambda: _may_spend(settings, spent), server.stopped.set
     )
     with closing(asking), screen.progress("attempts", len(prompts), "answered") as advance:
-        for row in (row for ended in asking for row in ended):
-            rows[row["key"]] = row
-            count(row)
+
+        def keep(row: dict[str, Any]) -> str:
+            """Count an answer's tokens and append it to the ledger if it did not fail; return why it failed, or ""."""
             advance(1)
+            count(row)
             if "detail" not in row:
                 files.append_json_line(ledger, row)
-            failed_in_a_row = failed_in_a_row + 1 if "detail" in row else 0
-            if failed_in_a_row >= _STOP_AFTER:
-                raise UserError(
-                    f"{settings.endpoint} failed {failed_in_a_row} times in a row",
-                    evidence=row["detail"],
-                    fix=f"what was answered is in {ledger}; the same command goes on from there",
-                )
+            return str(row.get("detail", ""))
+
+        rows = {row["key"]: row for row in _keep_all(asking, keep, settings, ledger)}
     if settings.input_price or settings.output_price:
         screen.say(f"attempt: the answers of {settings.model} have cost {cost(settings, spent):,.4g} so far")
     return rows
@@ -282,9 +285,13 @@ def answer_prompts(
 
 def cost(settings: SelfQA, tokens: Counter[str]) -> float:
     """Return what these tokens cost, in the currency of the recipe's prices per million tokens."""
-    return (
-        tokens["prompt_tokens"] * settings.input_price + tokens["completion_tokens"] * settings.output_price
-    ) / 1_000_000
+    price = tokens["prompt_tokens"] * settings.input_price + tokens["completion_tokens"] * settings.output_price
+    return price / 1_000_000
+
+
+def _may_spend(settings: SelfQA, spent: Counter[str]) -> bool:
+    """Return whether max_cost, if there is one, is above what these tokens cost."""
+    return settings.max_cost is None or cost(settings, spent) < settings.max_cost
 
 
 def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:
@@ -303,8 +310,7 @@ def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retrie
             fix=f"read the replies in {output}.ledger: the model may not follow the prompts, or answer in another "
             "language than self_qa.language",
         )
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    files.write_text(output, text)
+    files.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     account = {
         "documents": len(rows),
         "pairs": len(lines),
@@ -401,10 +407,7 @@ def draw_passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
 
 
 def cut_passage(text: str, longest: int, draw: int) -> str:
-    """Return the text, or a part of at most `longest` characters, between ends of sentences where possible.
-
-    `draw` is a random number that decides where the part begins.
-    """
+    """Return at most `longest` characters of the text, cut at ends of sentences if it can; `draw` says where."""
     if len(text) <= longest:
         return text
     start = draw % (len(text) - longest + 1)

@@ -153,10 +153,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def _is_loop(text: str, width: int = 8) -> bool:
-    """Return whether over half of the text's n-grams of `width` characters repeat earlier ones.
-
-    Returns False for texts of up to 4 * width n-grams.
-    """
+    """Return whether over half of the n-grams of `width` characters repeat earlier ones; False for short texts."""
     count = len(text) - width + 1
     return count > 4 * width and len({text[at : at + width] for at in range(count)}) < count / 2
 

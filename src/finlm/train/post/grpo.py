@@ -63,10 +63,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     extra_values: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
 
     def __init__(self, r: Rank[Recipe], model: Any, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
-        """Read the prompts, and make trl's trainer of `given` with a reward function for each of `terms`.
-
-        Raises ValueError without training prompts.
-        """
+        """Read the prompts and make trl's trainer, which rewards by `terms`. Raises ValueError without prompts."""
         self.prompts = read_prompts(r.shards, r.shards.split("train"), tokenizer)
         self.held_out = r.held_out(lambda parts: read_prompts(r.shards, parts, tokenizer))  # by source
         self.order = Order(len(self.prompts), r.recipe.train.seed)  # endless: order[positions] are indices of prompts
@@ -78,10 +75,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         self.reward_func_names = names_of(self.grpo.reward)  # trl keeps the rewards of equal names in one list
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (tokens of answers, tokens of answers and prompts) of the last generation, over all ranks.
-
-        Ignores `step`.
-        """
+        """Return (answer tokens, answer and prompt tokens) of the last generation over all ranks, whatever `step`."""
         return self.generated
 
     def metrics_of_step(self) -> Numbers:
@@ -217,10 +211,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return logps, rest[0] if compute_entropy else None, None
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss, its advantages weighted by Mismatch.correct. Leaves `inputs` as it is.
-
-        Adds the number of the answers' tokens to tokens_learnt.
-        """
+        """Return trl's loss with Mismatch's advantages; add the answers' tokens to tokens_learnt. Keeps `inputs`."""
         self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
         self.tokens_learnt.append(inputs["completion_mask"].sum())
         try:
@@ -309,9 +300,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return [answer.ids for answer in answers], [answer.log_probs for answer in answers]
 
     def _mean_drawn_rewards(self, prompts: list[Prompt]) -> torch.Tensor:
-        """Return the mean reward of grpo.held_out_answers drawn answers to each prompt: [prompts].
+        """Return the mean reward of grpo.held_out_answers drawn answers to each prompt: [prompts]. Collective.
 
-        The noise that draws them is the same every time. Empty when that number is 0. Collective.
+        The noise that draws them is the same every time. Empty when that number is 0.
         """
         count = self.grpo.held_out_answers
         if not count:

@@ -43,10 +43,7 @@ class ValueTrainer(GroupTrainer):
         body.model.register_forward_hook(self._compute_values)
 
     def _compute_values(self, body: Any, given: Any, out: Any) -> None:
-        """Set extra_outputs to (values,), of each token but the last: [rows, tokens - 1]. A forward hook of the body.
-
-        Does nothing unless is_scoring.
-        """
+        """If is_scoring, set extra_outputs to (values of all tokens but the last,). A forward hook of the body."""
         if self.is_scoring:
             self.extra_outputs = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 

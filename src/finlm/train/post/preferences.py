@@ -49,10 +49,7 @@ class PairTrainer(Recorded):
     names: dict[str, str]  # of trl's metrics, by their name in the row of a step
 
     def __init__(self, r: Rank[Recipe], model: torch.nn.Module, **given: Any) -> None:
-        """Read the run's pairs into memory and make trl's trainer of `model` and `given`.
-
-        Raises ValueError without training pairs.
-        """
+        """Read the run's pairs into memory; make trl's trainer of `model`. Raises ValueError without training pairs."""
         # Before trl's constructor, in which DPO scores the pairs.
         self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
         self.held_out = r.held_out(lambda parts: list(dialogues.read_pairs(parts)))  # by source
@@ -64,10 +61,7 @@ class PairTrainer(Recorded):
         super().__init__(r, model=model, **given)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (tokens, tokens): all tokens of a step's sequences over all ranks, as labels and as tokens read.
-
-        `step` is 0-based.
-        """
+        """Return (tokens, tokens): all tokens of a step's pairs count as labels and as read. `step` is 0-based."""
         tokens = int(self.tokens[self._numbers(step)].sum())
         return tokens, tokens
 
@@ -232,10 +226,7 @@ class OddsTrainer(PreferenceTrainer):
         return log_odds(self._means(self.model_wrapped, batch))
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        """Return the mean ORPO loss of this rank's pairs. Append metrics of all ranks' pairs to trl's metrics.
-
-        Collective. `return_outputs` is ignored: the loss alone is returned.
-        """
+        """Return this rank's mean ORPO loss alone; append all ranks' mean rewards to trl's metrics. Collective."""
         means = self._means(model, inputs)
         odds = log_odds(means)
         chosen, rejected = self.accelerator.gather(odds.detach()).unbind(1)
@@ -261,10 +252,7 @@ class OddsTrainer(PreferenceTrainer):
 
 
 def log_odds(means: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 - p)) of `means`, the mean log-probabilities log p; those above -1e-6 count as -1e-6.
-
-    So odds stay finite.
-    """
+    """Return log(p / (1 - p)) of the mean log-probabilities log p, which are cut at -1e-6 so that odds are finite."""
     means = means.clamp(max=-1e-6)
     return means - torch.log(-torch.expm1(means))
 
@@ -281,28 +269,19 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
     }
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the model's rewards, [pairs, (chosen, rejected)]; remove `margin` from the batch.
-
-        The caller sets eval mode and no_grad.
-        """
+        """Return the model's rewards, [pairs, (chosen, rejected)]; remove `margin` from the batch."""
         batch.pop("margin", None)
         rewards = self.model_wrapped(**batch, use_cache=False).logits.squeeze(-1)
         return torch.stack(rewards.chunk(2), dim=1)
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"reward": reward at the end of the text whose token ids are `ids`, as they are}.
-
-        All ranks must call it. The caller sets eval mode and no_grad.
-        """
+        """Return {"reward": reward at the end of the text `ids`}. Collective; the caller sets eval mode, no_grad."""
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read)}
         return {"reward": float(self.model_wrapped(**batch, use_cache=False).logits)}
 
     def batch(self, pairs: Any) -> dict[str, torch.Tensor]:
-        """Return PairTrainer's batch without `completion_mask`, so that whole sequences are scored.
-
-        Adds `margin`, fp32 [pairs], if recipe.reward sets one.
-        """
+        """Return PairTrainer's batch without completion_mask; add `margin`, fp32 [pairs], if the recipe has one."""
         batch = super().batch(pairs)
         del batch["completion_mask"]
         settings = self.rank.recipe.reward

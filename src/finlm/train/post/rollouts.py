@@ -60,10 +60,7 @@ class Answer:
 
 
 class Prompt(TypedDict):
-    """A prompt as trl's rewards read it: its text, its ids, and the right answer, "" if unknown.
-
-    `asked` is the text without what the template writes behind a question.
-    """
+    """A prompt for trl's rewards: text, ids, right answer or ""; `asked` lacks what the template writes behind it."""
 
     prompt: str
     asked: str
@@ -105,10 +102,7 @@ def text_statistics(texts: Sequence[str], checked: Sequence[str]) -> dict[str, f
 
 
 def mean_rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
-    """Return {"rise": mean of the gains} and, for two or more, its 95 % interval as `rise_interval`.
-
-    Raises StatisticsError for no gains.
-    """
+    """Return {rise: mean gain} and, of two or more gains, rise_interval (95 %). Raises StatisticsError without any."""
     mean = statistics.fmean(gains)
     if len(gains) < 2:
         return {"rise": mean}
@@ -180,10 +174,7 @@ class Mismatch:
             rows["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]) * weights.float()
 
     def take(self) -> dict[str, float]:
-        """Return {mismatch, mismatch_largest} of the step over all ranks, in nats a token, and set the sums to 0.
-
-        All ranks must call it.
-        """
+        """Return {mismatch, mismatch_largest} of all ranks in nats a token, and set the sums to 0. Collective."""
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
             distributed.all_reduce(self._largest, op=distributed.ReduceOp.MAX)
@@ -296,10 +287,7 @@ def score_by_rule(
 
 
 def read_function(run: RunDir, term: Term) -> scoring.Function:
-    """Return the user's function from the run's copy of its file, which is executed.
-
-    Raises UserError if the copy is missing, does not have the term's sha256, or fails.
-    """
+    """Execute the run's copy of the term's file; return its function. UserError if missing, changed or broken."""
     path = run.reward_file(str(term.sha256))
     if not path.is_file() or files.sha256_file(path) != term.sha256:
         raise UserError(
@@ -313,10 +301,7 @@ def read_function(run: RunDir, term: Term) -> scoring.Function:
 def score_by_function(
     function: scoring.Function, name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
 ) -> list[float | None]:
-    """Return the values of the user's function, a float or None for each answer.
-
-    `name` is the function's, for messages. Raises UserError if the function fails or returns anything else.
-    """
+    """Return the user's function's value, a float or None, of each answer. Raises UserError if it fails."""
     return scoring.call_function(function, name, prompts, completions, answer)
 
 

@@ -84,10 +84,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         self.batches.read_ahead(step)
 
     def metrics_of_step(self) -> Numbers:
-        """Return {"sources": {name: {loss, tokens}}} of the step, tokens being labels; set the sums to 0.
-
-        Collective.
-        """
+        """Return {"sources": {name: {loss, tokens}}} of the step's labels, and set the sums to 0. Collective."""
         return {"sources": self.by_source.take()}
 
     def evaluate_held_out(self) -> Numbers | None:
@@ -105,10 +102,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return result
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"loss": mean loss of these tokens after the first}, in a batch of training's shape. Collective.
-
-        The caller sets eval mode.
-        """
+        """Return {"loss": mean loss of the ids after the first}. Collective; the caller sets eval mode."""
         plan = self.rank.plan
         shape = plan.rank_micro_batches[self.rank.rank], plan.sequence_length
         return {"loss": batches.loss_of(ids, self._sum_loss, shape, self.rank.recipe, self.rank.device)}
@@ -173,10 +167,7 @@ def _refuse_collator(rows: Any) -> Any:
 
 
 class BySource:
-    """Sums the losses and labels of each source over a step's micro-batches. `ranges` has each source's row ids.
-
-    Sources without rows are left out.
-    """
+    """Sums the losses and labels of each source over a step's micro-batches; leaves out sources without rows."""
 
     def __init__(self, ranges: Mapping[str, range], device: torch.device) -> None:
         """Begin with sums of 0 on `device` for each source of `ranges`, {source: its row ids}, that has rows."""
@@ -241,10 +232,7 @@ class Sampler:
         self._epochs: dict[int, Ids] = {}
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
-        """Return the row ids, int64, at `positions` of the run, in their shape.
-
-        A run is cut into micro-steps, then ranks.
-        """
+        """Return the row ids, int64, at these positions of the run, which is cut into micro-steps, then ranks."""
         flat = np.asarray(positions, dtype=np.int64).ravel()
         sizes = self.plan.rank_micro_batches
         ends = np.cumsum(sizes)
@@ -259,10 +247,7 @@ class Sampler:
         return row_ids.reshape(np.shape(positions))
 
     def _epoch(self, number: int) -> Ids:
-        """Return the row ids of epoch `number`, followed by the first ones again until the ranks divide them.
-
-        Cached.
-        """
+        """Return the row ids of an epoch and the first ones again until the ranks divide them; cached."""
         if number not in self._epochs:
             generator = torch.Generator()
             generator.manual_seed(self.seed + number)

@@ -135,10 +135,7 @@ def load_model(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedCo
 
 
 def lora_config(recipe: Recipe) -> Any:
-    """Return peft's LoraConfig of the recipe's adapters; None when the recipe trains every weight.
-
-    Raises UserError for an unknown model type.
-    """
+    """Return peft's LoraConfig, None without lora: in the recipe. Raises UserError for an unknown model type."""
     if recipe.lora is None:
         return None
     from peft import LoraConfig
@@ -202,10 +199,7 @@ def _nf4() -> Any:
 
 
 def pack_nf4(matrix: torch.Tensor) -> Any:
-    """Return the matrix as torchao's NF4Tensor, on its device.
-
-    Fails unless its number of elements is a multiple of 64.
-    """
+    """Return the matrix as torchao's NF4Tensor on its device. Its number of elements must be a multiple of 64."""
     blocks = matrix.numel() // BLOCK
     return _nf4().to_nf4(matrix.detach().contiguous(), BLOCK, math.gcd(blocks, SCALES))
 
@@ -311,10 +305,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden and weight: one-hot minus softmax, times each token's upstream gradient.
-
-        None for the other arguments, and for a frozen weight.
-        """
+        """Return the gradients of hidden and weight (None if frozen): one-hot minus softmax, times upstream."""
         hidden, weight, labels = ctx.saved_tensors
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
         vocab_size, form = ctx.head
@@ -332,21 +323,16 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def forward_without_mask(model: Any, input_ids: torch.Tensor, **_: Any) -> Any:
-    """Return the output of the model's class's own forward, without a mask and cache.
-
-    Rows of `input_ids` [rows, tokens] are padded on the right, where no text's last token looks.
-    """
+    """Return what the class's own forward gives for `input_ids`, padded on the right, without mask and cache."""
     position_ids = kernels.plain_positions(input_ids)
     return type(model).forward(model, input_ids=input_ids, position_ids=position_ids, use_cache=False)
 
 
 def score_answers_alone() -> None:
-    """Patch trl, for the process, so that its head skips the tokens of prompts on CPUs too.
-
-    _use_triton decides nothing else there (trl 1.16).
-    """
+    """Patch trl, for the process, so that its head skips the tokens of prompts on CPUs too."""
     from trl.trainer import utils as trl_utils
 
+    # It decides nothing else on CPUs (trl 1.16).
     trl_utils._use_triton = lambda device: True
 
 

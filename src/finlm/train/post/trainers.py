@@ -129,10 +129,7 @@ class Recorded:
         """Do nothing; a subclass may start to read the rows of a step (0-based) while the device is busy."""
 
     def proof(self: Any, ids: list[int]) -> dict[str, float]:
-        """Return {"loss": mean negative log-likelihood of the tokens `ids` after the first}. All ranks must call it.
-
-        The caller sets eval mode and no_grad.
-        """
+        """Return {"loss": mean loss of the ids after the first}. Collective; the caller sets eval mode, no_grad."""
         read = torch.tensor([ids], device=self.rank.device)
         logits = self.model_wrapped(input_ids=read, use_cache=False).logits[0, :-1].float()
         return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
@@ -187,7 +184,6 @@ class _Record(TrainerCallback):  # type: ignore[misc]
     """The callback that records events, evaluates, saves checkpoints, and stops at the plan's last step."""
 
     def __init__(self, trainer: Any) -> None:
-        """Keep the trainer, which attach() has prepared."""
         self.trainer = trainer
         self.r: Rank[Recipe] = trainer.rank
         self.begun = 0.0
@@ -281,13 +277,9 @@ class _Record(TrainerCallback):  # type: ignore[misc]
 
 
 class Steps:
-    """A trainer's data loader: iterates over this rank's micro-batches from the run's current step to the last.
-
-    Its length is the number of micro-steps of the whole run.
-    """
+    """A trainer's data loader: this rank's micro-batches from the run's current step to the last."""
 
     def __init__(self, trainer: Any) -> None:
-        """Keep the trainer, whose current step is read anew by each iterator."""
         self.trainer, self.plan = trainer, trainer.rank.plan
 
     def __len__(self) -> int:
