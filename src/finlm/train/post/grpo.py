@@ -81,8 +81,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def metrics_of_step(self) -> Numbers:
         """Return fields of the `step` event: trl's metrics, mismatch and, after a generation, its rewards and measures.
 
-        Empties trl's metrics and records incidents of answers. After a generation, rank 0 appends some of its answers
-        to rollouts.jsonl. Collective.
+        Empties trl's metrics. Records incidents of answers, and after a generation some answers in rollouts.jsonl (rank
+        0). Collective.
         """
         # The terms from a copy, and first: draining removes all of trl's metrics.
         terms = {name: f"rewards/{name}/mean" for name in self.reward_func_names}
@@ -104,15 +104,12 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return metrics
 
     def _recorded_answers(self) -> Iterator[rollouts.Answer]:
-        """Yield the answers of the last generation, of all ranks, from trl's logs; does not communicate.
-
-        An answer's `rewards` has None where a term gave none; its `reward` is the weighted sum, in which None counts as
-        0.
-        """
+        """Yield all ranks' answers of the last generation, from trl's logs; does not communicate."""
         logs, weights = self._logs, self.reward_weights.tolist()
         given = zip(logs["prompt"], logs["completion"], logs["advantages"], self.numbers, strict=True)
         for place, (prompt, text, advantage, number) in enumerate(given):
             values = [logs["rewards"][name][place] for name in self.reward_func_names]
+            # A term that gave None is NaN in trl's logs, and counts as 0 in the weighted sum.
             known = [None if math.isnan(value) else value for value in values]
             reward = sum(weight * (value or 0.0) for weight, value in zip(weights, known, strict=True))
             earned = dict(zip(self.reward_func_names, known, strict=True))
@@ -137,10 +134,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def evaluate_held_out(self) -> Numbers | None:
         """Return the mean rewards of answers to held-out prompts, in all and, as `sources`, of each source. Collective.
 
-        `reward` is of the likeliest answers; `rewards` has the mean of each term, `prompts` is their number. `sampled`
-        is of grpo.held_out_answers answers drawn as in training; it is left out when that number is 0. `rise` and
-        `rise_interval` are the gain of `sampled` since step 0, when self.drawn_first is set. Returns None when no
-        prompts are held out. Puts the model into train mode.
+        `reward` is of the likeliest answers, `rewards` the mean of each term, `prompts` their number, `sampled` of
+        grpo.held_out_answers drawn answers if any, `rise` and `rise_interval` its gain since step 0. Returns None when
+        no prompts are held out. Puts the model into train mode.
         """
         if not self.held_out:
             return None
@@ -163,10 +159,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return {"reward": float(rewards.mean()), "prompts": len(values), "rewards": terms}
 
     def _rise(self, drawn: dict[str, torch.Tensor], names: list[str]) -> dict[str, float | list[float]]:
-        """Return {"sampled"}, the mean of drawn answers of these sources, with `rise` and `rise_interval` since step 0.
+        """Return {sampled}, the mean of drawn answers of these sources, with `rise` and `rise_interval` since step 0.
 
-        `drawn` has the rewards [prompts] of each source. Without as many values from step 0, returns only `sampled`;
-        when nothing was drawn, {}.
+        `drawn` has each source's rewards [prompts]. Returns {} when nothing was drawn, only `sampled` without as many
+        values from step 0.
         """
         now = torch.cat([drawn[name] for name in names])
         first = [value for name in names for value in self.drawn_first.get(name, ())]
@@ -186,12 +182,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Return (log-probabilities, entropies or None, None) of the last tokens: fp32 [rows, logits_to_keep].
 
-        Runs `batch_size` rows at a time, all at once if None. Sets extra_values to the extra_outputs of these tokens,
-        which a hook of the model sets. While a loss is computed, corrects its advantages (Mismatch.correct).
-
-        Prompts are padded on their left. Here the padding moves behind the answers, where no token that counts looks:
-        attention needs no mask then, and flash attention takes none.
+        Runs `batch_size` rows at a time, all if None. Sets extra_values to these tokens' extra_outputs, which a hook of
+        the model sets. While a loss is computed, corrects its advantages (Mismatch.correct).
         """
+        # Prompts are padded on their left. The padding moves behind the answers, where no token that counts looks:
+        # attention then needs no mask, and flash attention takes none.
         order = attention_mask.argsort(dim=1, descending=True, stable=True)
         ids, real = input_ids.gather(1, order), attention_mask.gather(1, order)
         labels = ids.masked_fill((real == 0) | (order < input_ids.shape[1] - logits_to_keep), -100)
@@ -212,7 +207,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
         """Return trl's loss with Mismatch's advantages; add the answers' tokens to tokens_learnt. Keeps `inputs`."""
-        self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
+        # A copy: Mismatch replaces its advantages, and with grpo.iterations above 1 the same rows come again.
+        self.learnt_from = dict(inputs)
         self.tokens_learnt.append(inputs["completion_mask"].sum())
         try:
             loss: torch.Tensor = super()._compute_loss(model, self.learnt_from)
@@ -221,10 +217,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *more: Any) -> tuple[Answers, LogProbs]:
-        """Return (ids, log-probabilities) of an answer to each prompt. Collective.
+        """Return (ids, log-probabilities) of an answer to each prompt. `more` goes to trl with vLLM. Collective.
 
-        Records the event `generated`; sets is_generated and self.generated, the tokens over all ranks. `more` is only
-        passed to trl, which generates with vLLM.
+        Records the event `generated`; sets is_generated, and self.generated to the tokens over all ranks.
         """
         self.is_generated, begun = True, time.monotonic()
         if self.use_vllm:
@@ -257,7 +252,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         mine = [self.prompts[number] for number in self.numbers[self.rank.rank * answers :][:answers]]
         self.checksum.add(np.array(prompt["prompt_ids"]) for prompt in mine)
         seed = f"{self.rank.recipe.train.seed}/{step // grpo.iterations}"
-        torch.manual_seed(zlib.crc32(f"{seed}/{self.rank.rank}".encode()))  # trl shuffles the answers; dropout
+        # trl shuffles the answers with torch's generator, and dropout draws from it: a resumed step must do the same.
+        torch.manual_seed(zlib.crc32(f"{seed}/{self.rank.rank}".encode()))
         self.keys = row_keys(seed, range(self.rank.rank * answers, (self.rank.rank + 1) * answers))
         self.asked = [prompt["prompt_ids"] for prompt in mine]
         self.longest = max(len(self.prompts[number]["prompt_ids"]) for number in self.numbers)
@@ -267,11 +263,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def _generate_answers(
         self, prompts: list[list[int]], keys: torch.Tensor | None, longest: int
     ) -> tuple[Answers, LogProbs]:
-        """Return (ids with the end token, log-probabilities) of an answer to each prompt. All ranks must call it.
+        """Return (ids with the end token, log-probabilities) of an answer to each prompt, in eval mode. Collective.
 
-        `keys` has a row of noise for each prompt; without keys, returns the likeliest answers. `longest` is the tokens
-        of the longest prompt that any rank generates for. Generates in eval mode, then restores the model's mode.
-        Empties CUDA's cache at the end.
+        `keys` has a row of noise for each prompt; without it the answers are the likeliest. `longest` is the tokens of
+        the longest prompt of any rank. Restores the model's mode.
         """
         plan, grpo, gathers = self.rank.plan, self.grpo, self.args.ds3_gather_for_generation
         limits = Limits(
@@ -283,7 +278,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         )
         drawing = Drawing() if keys is None else Drawing(grpo.temperature, grpo.top_p)
         compiled = self.rank.recipe.train.compile is not False and not is_quantized(self.rank.recipe)
-        if plan.attention == "cudnn":  # would prepare itself anew for every length of prompts
+        # cuDNN would prepare itself anew for every length of prompts.
+        if plan.attention == "cudnn":
             plan = dataclasses.replace(plan, attention="flash")
         with (
             kernels.attention_backends(plan),
@@ -292,11 +288,13 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             ) as model,
         ):
             was_training = model.training
-            model.eval()  # dropout would draw other numbers for other rows
+            # Dropout would draw other numbers when other rows are generated together.
+            model.eval()
             answers = generate(model, prompts, limits, keys, drawing, compiled)
             model.train(was_training)
         if plan.device == "cuda":
-            torch.cuda.empty_cache()  # the cache, which the training does not need
+            # Training needs none of the memory that keys and values had, and allocates other sizes.
+            torch.cuda.empty_cache()
         return [answer.ids for answer in answers], [answer.log_probs for answer in answers]
 
     def _mean_drawn_rewards(self, prompts: list[Prompt]) -> torch.Tensor:
@@ -340,10 +338,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank[Recipe]) -> GroupTrainer:
-    """Return the trainer of a rank's run (ValueTrainer for PPO, else GroupTrainer), with model, rewards and tokenizer.
+    """Return the trainer of a rank's run, with model, rewards and tokenizer. Patches trl for the process.
 
-    Raises UserError if the start or a reward model cannot be loaded, or a reward function is not as it was. Patches trl
-    for the process (start.score_answers_alone, start.refer_to_text).
+    Raises UserError if the start or a reward model cannot be loaded, or a reward function is not as it was.
     """
     grpo, trainer = settings_of(r), GroupTrainer
     if grpo.form == "ppo":
@@ -354,7 +351,9 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
     start.refer_to_text(r.recipe.model)
     tokenizer = padding_tokenizer(r)
     model = load_start(r)
-    model.config._name_or_path = start.start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
+    # trl loads the reference from this path when beta is above 0.
+    model.config._name_or_path = start.start_path(r.recipe.model)
+    # An answer ends with the template's token, not the text's </s>. trl takes both settings as ends (1.16).
     model.generation_config.eos_token_id = r.shards.manifest["end_of_turn_id"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(r.shards.manifest["end_of_turn_id"])
     settings = trl_arguments(

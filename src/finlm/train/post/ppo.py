@@ -34,7 +34,8 @@ class ValueTrainer(GroupTrainer):
         self.ppo = settings_of(r).ppo
         weight = model.lm_head.weight
         head = RewardHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
-        torch.nn.init.zeros_(head.weight)  # the first answers are judged by what they earn
+        # With values of 0 the first answers are judged by what they earn alone.
+        torch.nn.init.zeros_(head.weight)
         model.add_module(HEAD, head)
         self.is_scoring = False
         super().__init__(r, model, *given, **named)
@@ -48,10 +49,7 @@ class ValueTrainer(GroupTrainer):
             self.extra_outputs = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        """Return (log-probabilities, entropies or None, None) of the last tokens; set extra_values to (their values,).
-
-        The arguments are GroupTrainer's. Meanwhile is_scoring is set, so that the hook computes values.
-        """
+        """Return what GroupTrainer's returns; set extra_values to (the values of these tokens,)."""
         self.is_scoring = True
         try:
             return super()._get_per_token_logps_and_entropies(*given, **named)
@@ -84,9 +82,9 @@ class ValueTrainer(GroupTrainer):
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
         """Return trl's loss of the answers plus the weighted loss of the values. Collective.
 
-        Leaves out trl's divergence term: the divergence is in the rewards. Appends measures of the values to trl's
-        metrics.
+        Appends measures of the values to trl's metrics.
         """
+        # Without trl's divergence term: the divergence is in the rewards.
         beta, self.beta = self.beta, 0.0
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
@@ -101,12 +99,10 @@ class ValueTrainer(GroupTrainer):
         return total
 
     def _rewards(self, count: int) -> torch.Tensor:
-        """Return the weighted sum of the reward terms of this rank's last `count` answers: [answers], on the CPU.
-
-        Reads trl's logs of the last generation. A term that gave none (NaN) counts as 0.
-        """
+        """Return the weighted reward of this rank's last `count` answers, from trl's logs: [answers], on the CPU."""
         first = self.accelerator.process_index * count
         terms = [torch.tensor(list(self._logs["rewards"][name]))[first:][:count] for name in self.reward_func_names]
+        # A term that gave None is NaN there and counts as 0.
         earned: torch.Tensor = (torch.stack(terms, dim=1) * self.reward_weights).nansum(dim=1)
         return earned
 
@@ -138,7 +134,7 @@ class ValueTrainer(GroupTrainer):
 def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the rewards [answers] at the last token of each answer, 0 elsewhere: [answers, tokens].
 
-    `mask` is [answers, tokens], 1 at tokens of the answer. That of an empty answer stands at the first token.
+    `mask` has 1 at the tokens of an answer; without any, the reward stands at the first token.
     """
     last = mask.sum(dim=1, keepdim=True).long() - 1
     return torch.zeros(mask.shape, device=mask.device).scatter(1, last.clamp(min=0), rewards[:, None])
@@ -150,10 +146,10 @@ def estimate(
     """Return (advantages, returns) of every token, each [answers, tokens], 0 where `mask` is 0.
 
     Advantages are the generalized advantage estimates for `rewards` and `values`, both [answers, tokens], with gamma
-    and gae_lambda of `ppo`; the value after an answer's last token is 0. Returns are advantages plus values. `mask` is
-    1 at an answer's tokens.
+    and gae_lambda of `ppo`. Returns are advantages plus values.
     """
     values, advantage = values * mask, torch.zeros_like(values[:, 0])
+    # The value after an answer's last token is 0: nothing more can be earned.
     following, backwards = torch.zeros_like(values[:, 0]), []
     for token in reversed(range(values.shape[1])):
         surprise = rewards[:, token] + ppo.gamma * following - values[:, token]

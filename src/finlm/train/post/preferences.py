@@ -39,10 +39,10 @@ IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_
 
 
 class PairTrainer(Recorded):
-    """Mixin, before trl's class, for a trainer whose rows are pairs.
+    """Mixin, before trl's class, for a trainer whose rows are pairs; a subclass defines `names` and scores(batch).
 
-    A subclass defines `names` and scores(batch), which returns the rewards of a batch of batch() on this rank, [pairs,
-    (chosen, rejected)], with eval mode and no_grad set by the caller.
+    scores() returns the rewards of a batch() on this rank, [pairs, (chosen, rejected)]; callers set eval mode and
+    no_grad.
     """
 
     rank: Rank[Recipe]
@@ -88,9 +88,9 @@ class PairTrainer(Recorded):
         return {name: tensor.to(device) for name, tensor in collate_pairs(pairs, self.pad_id).items()}
 
     def _score_pairs(self, pairs: Sequence[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Return scores(batch) of all pairs, fp32 on the CPU: [pairs, (chosen, rejected)]. The ranks share the work.
+        """Return scores(batch) of all pairs, which the ranks share: fp32 [pairs, (chosen, rejected)], on the CPU.
 
-        Collective. Computes without gradients; the caller sets eval mode. Raises RuntimeError when `pairs` is empty.
+        Collective; without gradients; the caller sets eval mode. Raises RuntimeError when `pairs` is empty.
         """
         size = self.rank.plan.micro_batch
         return compute_shared(
@@ -159,17 +159,13 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return implicit rewards, [pairs, (chosen, rejected)]: beta times the log-ratio of the model to the reference.
 
-        Takes the reference's log-probabilities out of the batch (arXiv 2305.18290). The caller sets eval mode and
-        no_grad.
+        Takes the reference's log-probabilities out of the batch (arXiv 2305.18290).
         """
         references = torch.stack((batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")), dim=1)
         return float(self.beta) * (self._logps(self.model_wrapped, batch) - references)
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"loss": mean loss of these tokens after the first}, computed by the head that is trained.
-
-        `ids` are at least two. All ranks must call it. The caller sets eval mode and no_grad.
-        """
+        """Return {"loss": mean loss of at least two ids after the first}. Collective; the caller sets eval mode."""
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read), "completion_mask": torch.ones_like(read)}
         return {"loss": -float(self._logps(self.model_wrapped, batch).sum()) / (len(ids) - 1)}
@@ -181,16 +177,16 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Add the start's log-probabilities to every pair, train and held-out, in place; return `dataset` unchanged.
 
-        First puts the head that is trained into the model (start.swap_head). Adapters are off meanwhile. Writes no
-        file, as trl would. Collective.
+        First puts the head that is trained into the model (start.swap_head). Collective.
         """
+        # trl scores with an engine of its own and keeps the result in a file of the data set; finlm's runs keep none.
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         # There is no engine yet; only ZeRO-3's parts need one to be gathered.
         is_partitioned = self.rank.plan.zero_stage == 3
         model = prepare_deepspeed(self.model, self.accelerator) if is_partitioned else self.model
         model.eval()
-        adapters = getattr(self.model, "disable_adapter", contextlib.nullcontext)  # without them it is the start
-        with adapters():
+        # Without its adapters the model is the start.
+        with getattr(self.model, "disable_adapter", contextlib.nullcontext)():
             for pairs in (self.pairs, *self.held_out.values()):
                 logps = self._score_pairs(pairs, partial(self._logps, model))
                 for pair, (chosen, rejected) in zip(pairs, logps.tolist(), strict=True):
@@ -220,8 +216,7 @@ class OddsTrainer(PreferenceTrainer):
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-odds of the answers on this rank, [pairs, (chosen, rejected)].
 
-        reward_statistics() then gives equation 7 of the paper as the loss of held-out pairs. The caller sets eval mode
-        and no_grad.
+        reward_statistics() then gives equation 7 of the paper as the loss of held-out pairs.
         """
         return log_odds(self._means(self.model_wrapped, batch))
 
@@ -293,11 +288,11 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
 def make_reward_model(model: Any, pad_id: int) -> Any:
     """Return a reward model: the body of the causal `model` itself, not a copy, and a new head with a single output.
 
-    Draws the head from torch's generator. Its forward passes no attention mask. `pad_id` becomes the config's padding
-    id.
+    Draws the head from torch's generator. `pad_id` becomes the config's padding id.
     """
     config = model.config.__class__(**model.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
-    with torch.device("meta"):  # its body is replaced at once
+    # On no device, because the body is replaced at once.
+    with torch.device("meta"):
         reward_model = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)](config)
     weight = model.lm_head.weight
     reward_model.model = model.model
@@ -309,10 +304,9 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank[Recipe]) -> PairTrainer:
-    """Return the trainer of a rank's run, with its model loaded.
+    """Return the trainer of a rank's run of stage dpo or reward, with its model loaded.
 
-    It is PreferenceTrainer for stage dpo, OddsTrainer for dpo.loss orpo, JudgeTrainer for stage reward; no other stage
-    is allowed. Raises UserError if the start's weights cannot be loaded, StopIteration without a training pair.
+    Raises UserError if the start's weights cannot be loaded, StopIteration without a training pair.
     """
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
@@ -321,7 +315,8 @@ def make(r: Rank[Recipe]) -> PairTrainer:
             DPOConfig,
             r,
             beta=dpo.beta,
-            loss_type=["sigmoid" if dpo.loss == "orpo" else dpo.loss],  # trl's DPO does not know orpo
+            # trl's DPO does not know orpo, and OddsTrainer does not read this.
+            loss_type=["sigmoid" if dpo.loss == "orpo" else dpo.loss],
             label_smoothing=dpo.label_smoothing,
             precompute_ref_log_probs=True,
             max_length=None,

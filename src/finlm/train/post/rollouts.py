@@ -69,16 +69,16 @@ class Prompt(TypedDict):
 
 
 def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Prompt]:
-    """Return a Prompt for every document of these shards, in order: its ids, its decoded text, and its right answer.
+    """Return a Prompt for every document of these shards, in order; its answer is "" where none is known.
 
-    The answer is "" where none is known. Reads chat_template.jinja in the shards' directory, which must exist, to cut
-    off in `asked` what the template writes behind a question.
+    Reads chat_template.jinja in the shards' directory, which must exist.
     """
     turn = [{"role": "user", "content": "?"}]
     template = (shards.directory / "chat_template.jinja").read_text(encoding="utf-8")
     rendered = tokenizer.apply_chat_template(turn, chat_template=template, tokenize=False, add_generation_prompt=True)
     behind = rendered.rpartition("?")[2].strip()
     prompts: list[Prompt] = []
+    # Rules read the options from `asked`; the last one would end with what the template writes behind the question.
     for row in dialogues.read_prompts(parts):
         prompt, answer = (tokenizer.decode(row[name]) for name in ("prompt_ids", "answer_ids"))
         asked = prompt.rstrip().removesuffix(behind).rstrip()
@@ -113,9 +113,9 @@ def mean_rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
 def sure_errors(freedom: int) -> float:
     """Return the number of standard errors to either side of a mean that hold 95 %, by Student's t.
 
-    `freedom` is the degrees of freedom, at least 1. Computed by an expansion around SURE: within 1 % from 3 degrees of
-    freedom on, a quarter short with 1.
+    `freedom` is the degrees of freedom, at least 1. Within 1 % from 3 degrees on, a quarter short with 1.
     """
+    # The expansion of Student's t around the normal value (Abramowitz and Stegun, 26.7.5).
     z = SURE
     terms = (
         (z**3 + z) / 4,
@@ -146,12 +146,10 @@ class Mismatch:
     """Compares the log-probabilities of the same tokens in generation and in training; sums the differences of a step.
 
     correct() multiplies a token's advantage by exp(training - generation), at most `cap` (truncated importance
-    sampling), where they differ by more than rounding. With `cap` 0 they are only compared. `device` is that of the
-    sums.
+    sampling). With `cap` 0 they are only compared. `device` is that of the sums.
     """
 
     def __init__(self, cap: float, device: torch.device) -> None:
-        """Begin with sums of 0 on `device`; a `cap` of 0 leaves advantages alone."""
         self.cap = cap
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of differences, of tokens
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
@@ -159,15 +157,15 @@ class Mismatch:
     def correct(self, rows: dict[str, torch.Tensor], log_probs: torch.Tensor) -> None:
         """Add a micro-step's differences; with a cap, replace rows["advantages"] by weighted ones, [rows, tokens].
 
-        They were [rows] or [rows, tokens]. `log_probs` are training's, [rows, tokens]. If `rows` has
-        old_per_token_logps (of before the rows were learnt from), these are compared instead. `rows` needs
-        sampling_per_token_logps and completion_mask.
+        They were [rows] or [rows, tokens]. `log_probs` are training's, [rows, tokens]; old_per_token_logps of `rows`
+        (of before they were learnt from) take their place. `rows` needs sampling_per_token_logps and completion_mask.
         """
         before = rows.get("old_per_token_logps")
         apart = (log_probs if before is None else before) - rows["sampling_per_token_logps"]
         apart = apart.double() * rows["completion_mask"]
         self._sums += torch.stack((apart.abs().sum(), rows["completion_mask"].sum().double()))
         self._largest = torch.maximum(self._largest, apart.abs().max())
+        # Differences of rounding alone leave the advantages as they are, to the last bit.
         if self.cap:
             weights = torch.where(apart.abs() > ROUNDING, apart.exp().clamp(max=self.cap), 1.0)
             advantages = rows["advantages"]
@@ -254,9 +252,8 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
-    """Return a reward function for each term of grpo.reward, in order: a model, a user's function, or a rule.
+    """Return a function that trl calls for each term of grpo.reward: a model, a user's function, or a rule.
 
-    The recipe must have grpo. A function takes trl's keyword arguments and returns a value or None for each answer.
     Raises UserError if a model cannot be loaded or cannot judge, or a file is not as it was.
     """
     grpo = r.recipe.grpo
@@ -275,10 +272,9 @@ def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
 def score_by_rule(
     term: Term, most_tokens: int, asked: list[str], completions: list[str], answer: list[str], **more: Any
 ) -> list[float | None]:
-    """Return the value of each answer by the term's rule, which needs no model.
+    """Return the value of each answer by the term's rule, None where no right answer fits the rule.
 
-    None where no right answer fits the rule. `asked`, `completions` and `answer` are texts of prompts, answers and
-    right answers. more["completion_ids"] has the answers' ids. `most_tokens` is the longest answer allowed.
+    `most_tokens` is the longest answer allowed; more["completion_ids"] has the answers' ids.
     """
     given = zip(asked, completions, answer, more["completion_ids"], strict=True)
     return [
@@ -308,10 +304,10 @@ def score_by_function(
 def load_reward_model(path: str, r: Rank[Recipe]) -> Rewards:
     """Load a trained reward model from the directory `path` onto the rank's device and return its reward function.
 
-    The model is bf16 on a GPU, else as saved. Raises UserError when it cannot be loaded, has not exactly one output, or
-    has another vocabulary size than the plan.
+    Raises UserError when it cannot be loaded, has not exactly one output, or has another vocabulary size.
     """
     fix = "train it by a recipe of stage reward from the same start"
+    # It only reads: half of the memory is enough on a GPU, and on a CPU it stays as saved.
     dtype = torch.bfloat16 if r.plan.device == "cuda" else None
     model = causal_lm.load_weights(AutoModelForSequenceClassification, path, fix, dtype=dtype)
     if model.config.num_labels != 1 or model.config.vocab_size != r.plan.vocab_size:
@@ -321,6 +317,7 @@ def load_reward_model(path: str, r: Rank[Recipe]) -> Rewards:
             f"1 and {r.plan.vocab_size:,} are needed",
             fix=fix,
         )
+    # In bf16 many answers would get the same reward.
     model.score.__class__ = start.RewardHead
     model = model.to(r.device).eval().requires_grad_(False)
     pad = model.config.pad_token_id

@@ -41,8 +41,8 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     def __init__(self, r: Rank[Recipe], batches: Batches, model: torch.nn.Module, **given: Any) -> None:
         """Make trl's trainer, then replace its model's loss by kernels.swap_loss, which also gives each row's loss.
 
-        With sft.hide_eos, every </s> is hidden from attention (hide_end_tokens). `given` goes to SFTTrainer. Raises
-        UserError if the user's file of model types is damaged.
+        Hides every </s> from attention with sft.hide_eos. Raises UserError if the user's file of model types is
+        damaged.
         """
         self.batches = batches
         self.by_source = BySource(batches.rows.source_ranges(), r.device)
@@ -56,8 +56,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
         """Prepare the engine, resume from the newest checkpoint, let linear layers sum gradients; return trl's result.
 
-        Linear layers change only where products.swap_summing does so. Raises UserError when no whole checkpoint is left
-        of those that the run had.
+        Raises UserError when no whole checkpoint is left of those that the run had.
         """
         prepared = super()._prepare_for_training(*given, **named)
         # DeepSpeed is told in the backward pass which micro-step is the last; accelerate knows before.
@@ -131,10 +130,9 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank[Recipe]) -> DialogueTrainer:
-    """Return the trainer of a rank's run, with its rows and model loaded. Writes the rows' index if it is missing.
+    """Return the trainer of a rank's run of stage sft, with rows and model loaded. Writes the rows' index if missing.
 
-    The run's stage must be sft. Raises UserError if the start's weights cannot be loaded, or data.mixture names a
-    source without rows.
+    Raises UserError if the start's weights cannot be loaded, or data.mixture names a source without rows.
     """
     recipe, plan = r.recipe, r.plan
     assert recipe.sft is not None
@@ -146,6 +144,7 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
         seed = recipe.train.seed
         order = packing.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, seed)
     batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
+    # trl reads the first row, to tell the kind of data, and no other.
     inputs, labels = rows.read(np.zeros(1, dtype=np.int64))
     first = {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
     return DialogueTrainer(
@@ -153,7 +152,6 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
         batches,
         start.load_start(r),
         args=trl_arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
-        # Read only for the first row, by which trl tells the kind of data.
         train_dataset=Dataset.from_list([first]),
         processing_class=start.dialogue_tokenizer(r.shards),
         data_collator=_refuse_collator,
@@ -188,7 +186,7 @@ class BySource:
     def take(self) -> dict[str, dict[str, float]]:
         """Return {source: {loss, tokens}} of the step over all ranks, and set the sums to 0. Collective.
 
-        loss is the mean over the source's labels, tokens their number. Sources without labels in the step are left out.
+        loss is the mean over the source's labels, tokens their number. Leaves out sources without labels.
         """
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
@@ -219,10 +217,8 @@ def hide_end_tokens(model: Any, eos_id: int) -> None:
 class Sampler:
     """The order of the released code's fine-tuning: torch's DistributedSampler, a permutation an epoch by the seed.
 
-    `count` is the number of rows. A step reads the same rows at any number of ranks, if it has the same number of rows
-    over all ranks. Only an epoch's end differs: it repeats the epoch's first rows until the ranks divide it. (The
-    released pretraining shuffles with seed 42 before; two permutations are one, which needs both seeds to be had
-    again.)
+    A step reads the same rows at any number of ranks, if it has as many rows over all of them. Only an epoch's end
+    differs: it repeats the epoch's first rows until the ranks divide it.
     """
 
     def __init__(self, count: int, seed: int, plan: Plan) -> None:
@@ -241,6 +237,7 @@ class Sampler:
         drawn = micro_step * np.array(sizes)[rank] + place - (ends - sizes)[rank]
         epoch, within = np.divmod(drawn, self.each)
         row_ids = np.empty(len(flat), dtype=np.int64)
+        # The released pretraining shuffles with seed 42 before: to get its order again takes both seeds.
         for number in np.unique(epoch).tolist():
             here = epoch == number
             row_ids[here] = self._epoch(number)[within[here] * self.plan.world_size + rank[here]]

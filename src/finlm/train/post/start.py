@@ -43,8 +43,8 @@ SCALES = 256  # scales that share a factor, at most
 def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
     """Return the tokenizer of a run's data, with `sequence_length` as model_max_length.
 
-    If the shards have the directory tokenizer/, it is dialogue_tokenizer(), with their chat template if they have one.
-    Else it is piece_tokenizer() of their tokenizer.model, which takes `add_bos`.
+    With the shards' directory tokenizer/ it is dialogue_tokenizer() and their chat template, if any; else
+    piece_tokenizer() of their tokenizer.model, which takes `add_bos`.
     """
     template = shards.directory / "chat_template.jinja"
     if not (shards.directory / "tokenizer").is_dir():
@@ -59,10 +59,10 @@ def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
 def dialogue_tokenizer(shards: Shards) -> Any:
     """Return the transformers tokenizer that dialogues were encoded with, read from the shards' directory tokenizer/.
 
-    It is LlamaTokenizer if the manifest's encoder is sentencepiece, else PreTrainedTokenizerFast of tokenizer.json as
-    it stands. Its bos and eos tokens are those of the shards, None for an id of -1.
+    Its bos and eos tokens are those of the shards, None for an id of -1.
     """
     directory = shards.directory / "tokenizer"
+    # Else tokenizer.json as it stands: AutoTokenizer drops its normalizer (transformers 5).
     if shards.manifest["encoder"] == "sentencepiece":
         tokenizer = transformers.LlamaTokenizer.from_pretrained(directory, legacy=False)
     else:
@@ -92,9 +92,9 @@ def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> An
 def padding_id(shards: Shards) -> int:
     """Return the id that fills up rows: of padding, <unk> and <s> the first that exists and ends no turn or text.
 
-    Without such a token, return the eos id. A reward is read at the last token that is not padding; with </s> as
-    padding it would be read before the end of the turn.
+    Without such a token, return the eos id.
     """
+    # A reward is read at the last token that is not padding: with </s> as padding, before the end of the turn.
     tokenizer = dialogue_tokenizer(shards)
     ends = (shards.eos_id, shards.manifest["end_of_turn_id"])
     known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
@@ -104,13 +104,13 @@ def padding_id(shards: Shards) -> int:
 def load_start(r: Rank[Recipe]) -> Any:
     """Return the model that the stage starts from, on the rank's device; packed in 4 bits for QLoRA.
 
-    It has no adapters yet. The model and its head get transformers' own forward back, because trl puts a head of its
-    own there. Raises UserError if the weights cannot be loaded.
+    It has no adapters yet. Raises UserError if the weights cannot be loaded.
     """
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = load_model(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
+    # Back to transformers' own forward, which kernels' loss has replaced: trl puts a head of its own there.
     for module in (model, model.lm_head):
-        module.__dict__.pop("forward", None)  # train.kernels' loss
+        module.__dict__.pop("forward", None)
     return model.to(r.device)
 
 
@@ -153,8 +153,8 @@ def lora_config(recipe: Recipe) -> Any:
 def merge_adapters(weights: dict[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
     """Return the weights by the plain model's names, with alpha / rank * B A of each adapter added in fp32.
 
-    `weights` has peft's names and stays as it is. Dtypes stay, and so do weights without adapters. The recipe must have
-    lora:. Raises RuntimeError when an adapter belongs to no weight.
+    `weights` has peft's names and stays as it is. Dtypes stay. The recipe must have lora:. Raises RuntimeError when an
+    adapter belongs to no weight.
     """
     assert recipe.lora is not None
     scale = recipe.lora.alpha / recipe.lora.rank
@@ -217,10 +217,10 @@ def quantize(model: Any, device: str) -> None:
 def load_matrices(recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Load init_from, pack the linear weights of its decoder as quantize does, and return {name: unpacked matrix}.
 
-    These are the weights that the adapters were trained on, on the CPU in `dtype`; a GPU may round a scale that lies
-    between two values the other way. Raises UserError when model.init_from is gone, damaged or lacks weights.
+    The matrices are on the CPU in `dtype`. Raises UserError when model.init_from is gone, damaged or lacks weights.
     """
     runs.prove_model(Path(str(recipe.model.init_from)))
+    # The adapters were trained on unpacked matrices. A GPU may round a scale between two values the other way.
     base = causal_lm.load_weights(
         AutoModelForCausalLM,
         recipe.model.init_from,
@@ -248,10 +248,10 @@ class RewardHead(torch.nn.Linear):
 def swap_head(model: Any, vocab_size: int) -> None:
     """Make model(...).log_probs those of the labels, as trl's own head gives them; call it after trl has set its head.
 
-    Replaces the forward of `model` and of its lm_head in place. trl's head is slow on CPUs: it scores every position,
-    prompts too, in slices of 32,768 tokens, which is ten times the work here. Raises UserError if the user's file of
-    model types is damaged.
+    Replaces the forward of `model` and of its lm_head in place. Raises UserError if the user's file of model types is
+    damaged.
     """
+    # trl's head is slow on CPUs: it scores every position, prompts too, in slices of 32,768 tokens, ten times the work.
     model.lm_head.forward = partial(_head_log_probs, model.lm_head, vocab_size, traits.head_of(model.config.to_dict()))
     model.forward = partial(_forward_log_probs, model)
 
@@ -259,11 +259,12 @@ def swap_head(model: Any, vocab_size: int) -> None:
 def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
     """Run the model on rows padded on the right; return fields as trl's head: log_probs, entropy, mean_logits, is_top1.
 
-    `input_ids` and `labels` are [batch, sequence]. The fields are [batch, sequence - 1]: log_probs of the labels, fp32,
-    0 at ignored labels. The other three are zeros: only metrics that finlm drops read them.
+    `input_ids` and `labels` are [batch, sequence]; log_probs are fp32 [batch, sequence - 1], 0 at ignored labels, and
+    the other fields 0.
     """
     hidden = model.model(input_ids, position_ids=kernels.plain_positions(input_ids), use_cache=False).last_hidden_state
     log_probs: torch.Tensor = model.lm_head(hidden[:, :-1], labels[:, 1:])  # a module's call: ZeRO-3 gathers its weight
+    # Only metrics that finlm drops read the other fields.
     nothing = torch.zeros_like(log_probs)
     return SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
 
@@ -339,8 +340,7 @@ def score_answers_alone() -> None:
 def refer_to_text(model: Model) -> None:
     """Patch trl, for the process, to load only the text decoder as the reference, where it would load the whole start.
 
-    Does nothing if `model`, the recipe's section, starts from a model that reads nothing but text. Raises UserError for
-    a damaged config.json of the start.
+    Does nothing if the start reads nothing but text. Raises UserError for a damaged config.json of the start.
     """
     from trl.trainer import grpo_trainer  # takes seconds, and only GRPO needs it
 
@@ -354,10 +354,10 @@ def refer_to_text(model: Model) -> None:
 def start_path(model: Model) -> str:
     """Return the directory of the start model: model.init_from itself, or for a Hub id its revision in the local cache.
 
-    trl would take the newest revision. Downloads nothing; raises huggingface_hub's LocalEntryNotFoundError if the cache
-    lacks it.
+    Raises huggingface_hub's LocalEntryNotFoundError if the cache lacks it.
     """
     source = str(model.init_from)
     if Path(source).is_dir():
         return source
-    return snapshot_download(source, revision=model.revision, local_files_only=True)  # it has just been loaded
+    # trl would take the newest revision. The start has just been loaded, so the cache has it.
+    return snapshot_download(source, revision=model.revision, local_files_only=True)

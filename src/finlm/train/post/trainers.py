@@ -36,10 +36,9 @@ from finlm.train.zero.storage import State
 def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -> int:
     """Train the run to its last step with the trainer that make(rank) returns; return the process's exit code.
 
-    Every rank calls it. The code is 0 at the end, 1 after a loss or too many gradients that are not finite, 128 +
-    signal after a signal. Raises UserError when the run directory, its plan, shards or start cannot be used, or when no
-    whole checkpoint is left of those that the run had; RuntimeError when the plan has another number of ranks. Other
-    errors of training pass through.
+    Every rank calls it. The code is that of Recorded.run(). Raises UserError when the run directory, its plan, shards
+    or start cannot be used, or when no whole checkpoint is left of those that the run had; RuntimeError when the plan
+    has another number of ranks. Other errors of training pass through.
     """
     r = open_rank(run_path, recipe)
     # Around make() too: DPO scores its pairs with the start model while its trainer is made.
@@ -71,9 +70,11 @@ def trl_arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
         "weight_decay": optim.weight_decay,
         "max_grad_norm": optim.clip,
         "seed": r.recipe.train.seed,
-        "gradient_checkpointing": False,  # train.kernels recomputes what the plan says, never reentrantly
+        # model/kernels.py recomputes what the plan says, never reentrantly.
+        "gradient_checkpointing": False,
         "logging_strategy": "no",
-        "logging_nan_inf_filter": False,  # it would hide what stops the run, and wait for the device each time
+        # The filter would hide the loss that stops the run, and wait for the device at every step.
+        "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "eval_strategy": "no",
         "report_to": "none",
@@ -82,7 +83,8 @@ def trl_arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
         "dataloader_num_workers": 0,
     }
     if "router_aux_loss_coef" in {field.name for field in dataclasses.fields(kind)}:
-        common["router_aux_loss_coef"] = 0.0  # null would add the router's own loss, which pretraining does not add
+        # None would add the router's own loss, with the coefficient of the model's config; pretraining adds none.
+        common["router_aux_loss_coef"] = 0.0
     return kind(**common | more)
 
 
@@ -150,9 +152,9 @@ class Recorded:
         """Send nothing: it would wait for a network that clusters do not have."""
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        """Return a placeholder for DeepSpeed's optimizer, in parameter groups of bounded memory.
+        """Set self.optimizer to a placeholder for DeepSpeed's, in parameter groups of bounded memory, and return it.
 
-        Returns self.optimizer as it is, if that is no placeholder. Sets self.optimizer. `model` is not read.
+        Returns self.optimizer as it is, if that is no placeholder. `model` is not read.
         """
         if isinstance(self.optimizer, DummyOptim):
             self.optimizer = DummyOptim(engine.parameter_groups(self.model, self.rank.plan))
@@ -176,6 +178,7 @@ class Recorded:
     def training_step(self: Any, *given: Any, **named: Any) -> torch.Tensor:
         """Run trl's micro-step and return its loss; add the loss to loss_of_step."""
         loss: torch.Tensor = super().training_step(*given, **named)  # type: ignore[misc]
+        # On the device: reading the number here would make the host wait in every micro-step.
         self.loss_of_step = loss.float() if self.loss_of_step is None else self.loss_of_step + loss.float()
         return loss
 
@@ -206,13 +209,14 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         """Record the step, then evaluate, record the proof, save or stop where that is due. All ranks call it.
 
         Sets the trainer's exit_code (1 for a loss that is not finite or too many skipped steps, 128 + signal after a
-        signal) and control.should_training_stop. Records an incident for a loss that is not finite. A failed step is
-        not saved.
+        signal) and control.should_training_stop.
         """
         r, step = self.r, state.global_step
+        # Before anything that waits for the device: a thread reads the next rows meanwhile.
         self.trainer.read_ahead(step)
         loss, interrupted = self._log(step)
         last = step == r.plan.steps
+        # A failed step is not saved: the run resumes from the checkpoint before it.
         if not math.isfinite(loss):
             r.events.record("incident", step=step, what="loss is not finite", detail=f"loss {loss}, lr {self.lr:.3g}")
             self.trainer.exit_code = 1
@@ -246,11 +250,9 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         return loss, measured.signal
 
     def _note_skipped(self, step: int) -> None:
-        """Record the incident of a skipped step; set exit_code 1 if there are too many.
-
-        That is more than incidents.stop_after of the last 100 steps, except under a dynamic loss scale (fp16).
-        """
+        """Record the incident of a skipped step; set exit_code 1 after more than incidents.stop_after of 100 steps."""
         r = self.r
+        # Under a dynamic loss scale (fp16) skipped steps are how the scale is found.
         detail = "gradient overflow; loss scale lowered"
         if r.plan.precision != "fp16" or r.recipe.train.fp16.loss_scale:
             count, most = self.trainer.skipped.count(step), r.recipe.incidents.stop_after
@@ -297,10 +299,10 @@ def compute_shared(
 ) -> torch.Tensor:
     """Return compute(indices) for the indices 0 to count - 1, shared among the ranks: fp32 [count, ...], on the CPU.
 
-    compute gets `size` indices a call and returns a tensor whose first dimension is `size`; the last index is repeated
-    to fill calls up. Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective;
-    runs without gradients. Raises RuntimeError if `count` is 0.
+    compute gets `size` indices a call, the last index repeated to fill calls up, and returns a tensor [size, ...].
+    Collective; without gradients. Raises RuntimeError if `count` is 0.
     """
+    # Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them.
     ranks, results = r.plan.world_size, []
     for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):
         with torch.no_grad():
@@ -317,8 +319,7 @@ def drain_metrics(
     """Return the means of trl's metrics by our names, without those that have no values; empty `metrics`.
 
     `names` maps our names to trl's. `tokens` has the number of tokens of each micro-step: metrics with as many values
-    are weighted by it. All of trl's metrics are removed, also those that `names` lacks. Raises KeyError for a name that
-    `metrics` lacks, unless it is a defaultdict, as trl's is.
+    are weighted by it. Raises KeyError for a name that `metrics` lacks, unless it is a defaultdict, as trl's is.
     """
     means = {}
     for ours, theirs in names.items():
