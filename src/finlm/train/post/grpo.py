@@ -356,6 +356,8 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
     # An answer ends with the template's token, not the text's </s>. trl takes both settings as ends (1.16).
     model.generation_config.eos_token_id = r.shards.manifest["end_of_turn_id"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(r.shards.manifest["end_of_turn_id"])
+    # Before trl's arguments, which let transformers partition by ZeRO-3 every model that is loaded after them.
+    rewards = rollouts.make_rewards(r)
     settings = trl_arguments(
         GRPOConfig,
         r,
@@ -378,7 +380,7 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
     return trainer(
         r,
         model,
-        rollouts.make_rewards(r),
+        rewards,
         tokenizer,
         args=settings,
         # Read only for the first row, by which trl tells the kind of data.
