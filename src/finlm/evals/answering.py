@@ -94,8 +94,8 @@ def _format_solved(style: Style, example: Question) -> str:
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
     """Return a prompt for each question, in order, as FinanceIQ's code makes it, with at most `shots` examples.
 
-    To fit 2,048 tokens, drops the longest examples first, all of equal length together. A longer question loses the
-    header too; it loses its beginning only where the model's context has no room for it and its answer.
+    A question longer than 2,048 tokens loses the header too; it loses its beginning only where the model's context has
+    no room for it and its answer.
     """
     style, prompts = chat_style(opened, suite), list[Prompt]()
     room = min(PUBLISHED_TOKENS, opened.context - style.max_tokens)
@@ -109,6 +109,7 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
         left = room - size(header) - size(asked)
         shown = [_format_solved(style, example) for example in _examples(suite, question, shots)] if left >= 0 else []
         sizes = [size(text) for text in shown]
+        # The longest examples go first, all of equal length together.
         while sizes and sum(sizes) >= left:
             longest = max(sizes)
             shown = [text for text, tokens in zip(shown, sizes, strict=True) if tokens < longest]
@@ -122,11 +123,11 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
 def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
     """Return a prompt for each question with four texts that each end with an option and "。"; ignore `shots`.
 
-    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446). The
-    likelihood counts per character, as there; else short options would win. With a chat template the user's turn shows
-    the options and the assistant's turn is one of them; without one, no list of options is shown. A text longer than
-    the context loses its beginning. Raises ValueError if the template alters an answer.
+    With a chat template the user's turn shows the options and the assistant's turn is one of them; without one, no list
+    of options is shown. A text longer than the context loses its beginning. Raises ValueError if the template alters an
+    answer.
     """
+    # A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446).
     style, prompts = STYLES[suite.name], list[Prompt]()
     is_chat = bool(opened.tokenizer.chat_template)
     for question in questions:
@@ -211,8 +212,7 @@ def score_letters(
 ) -> Iterator[dict[int, list[float]]]:
     """Run the model; yield {index of the prompt: log-likelihood (nats) of each of its four answers} by batches.
 
-    Batches come in any order, without gradients. A batch has at most about `tokens` tokens; None: 2,048 on a CPU,
-    16,384 on a GPU.
+    Batches come in any order, of about `tokens` tokens at most; None: 2,048 on a CPU, 16,384 on a GPU.
     """
     budget = tokens or (_GPU_TOKENS if opened.device.type == "cuda" else _CPU_TOKENS)
     alike: dict[tuple[str, int], list[int]] = {}
@@ -255,8 +255,8 @@ def _rows(answer_ids: tuple[tuple[int, ...], ...], first_counted: int, shared: i
 def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: int) -> Iterator[list[int]]:
     """Yield batches of prompts as lists of keys of `work`, longest prompts first, so out of memory shows at once.
 
-    A batch has at most `budget` tokens (rows times its longest row) and at most _most_rows() rows. A prompt whose rows
-    alone exceed these gets its own batch. Yields one empty batch if `work` is empty.
+    A batch has at most `budget` tokens (rows times its longest row) and _most_rows() rows, unless it is a single
+    prompt. Yields one empty batch if `work` is empty.
     """
     most = _most_rows(opened, prefix)
     batch, width, count = list[int](), 0, 0
@@ -336,8 +336,8 @@ def answer_questions(
 ) -> list[Answer]:
     """Return the model's answer to each question, in order; ask only those without a line in `ledger`.
 
-    Makes `ledger` and its directory, appends new answers, shows the progress. Raises UserError for mode chat without a
-    chat template, and when the ledger cannot be written; ValueError in mode cloze if the template alters an answer.
+    Appends new answers to `ledger`, shows the progress. Raises UserError for mode chat without a chat template, and
+    when the ledger cannot be written; ValueError in mode cloze if the template alters an answer.
     """
     if mode == "chat" and not opened.tokenizer.chat_template:
         raise UserError(

@@ -103,13 +103,10 @@ class Result:
     def to_json(self) -> dict[str, object]:
         """Return the document of --json."""
         names = ("recipe", "model", "split", "prompts", "attempts", "seed", "counts")
-        row = {name: getattr(self, name) for name in names}
-        row |= {name: {k: each._asdict() for k, each in part.items()} for name, part in self._parts()}
+        row: dict[str, object] = {name: getattr(self, name) for name in names}
+        for name, estimates in (("pass", self.passed), ("majority", self.majority)):
+            row[name] = {k: estimate._asdict() for k, estimate in estimates.items()}
         return row if self.best is None else row | {"best": str(self.best)}
-
-    def _parts(self) -> tuple[tuple[str, dict[int, Estimate]], ...]:
-        """Return the estimates with their keys in --json."""
-        return ("pass", self.passed), ("majority", self.majority)
 
 
 def run(recipe: Recipe, options: Options) -> Result:
@@ -161,7 +158,7 @@ class Graded:
 def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict[int, Estimate]]:
     """Return (pass@k, maj@k), each {k: Estimate}, for k of 1, 2, 4, ... and all attempts.
 
-    `graded` has a list of attempts for each prompt. All lists have equal lengths. Raises IndexError without prompts.
+    `graded` has equally many attempts for each prompt. Raises IndexError without prompts.
     """
     count = len(graded[0])
     sizes = sorted({*(2**power for power in range(count.bit_length()) if 2**power <= count), count})
@@ -192,8 +189,8 @@ def is_majority_right(attempts: Sequence[Graded]) -> bool:
 def check(recipe: Recipe, options: Options) -> Grpo:
     """Return the recipe's grpo section, or raise UserError if the command cannot run.
 
-    It raises for a stage other than grpo, for rewards that check no right answer or need a model or function, if the
-    file options.best exists, and if neither options.model nor self_qa.endpoint is set.
+    That is for a stage other than grpo, rewards that check no right answer or need a model or function, an existing
+    file options.best, and neither options.model nor self_qa.endpoint.
     """
     grpo = recipe.grpo
     if grpo is None:
@@ -304,9 +301,9 @@ def draw(opened: Opened, grpo: Grpo, prompts: Sequence[Prompt], options: Options
 def ask_endpoint(recipe: Recipe, grpo: Grpo, prompts: Sequence[Prompt], options: Options) -> list[list[Attempt]]:
     """Return options.count answers of the model behind self_qa.endpoint to each prompt; ask only for new ones.
 
-    Appends new answers to a ledger in runs/evals/ as they come. A failed request is an Attempt with a `fault` and no
-    text; it is not in the ledger and is asked again next time. Prompts that self_qa.max_cost left over have fewer
-    answers. Raises UserError after five failures in a row, or when no request can succeed.
+    Appends new answers to a ledger in runs/evals/ as they come. A failed request is an Attempt with a `fault`, not in
+    the ledger. Prompts that self_qa.max_cost left over have fewer answers. Raises UserError after five failures in a
+    row, or when no request can succeed.
     """
     settings, system = settings_of(recipe), recipe.chat.system if recipe.chat else None
     about = [settings.model, grpo.temperature, grpo.max_new_tokens, options.seed, system]
@@ -395,7 +392,7 @@ def write_best(
 ) -> Counter[str]:
     """Write each prompt's right attempt of highest reward as a JSON line of messages; return counts by outcome.
 
-    Replaces `path`. Attempts with a fault are not written; they are counted as "attempts cut off" and so on.
+    Replaces `path`. Attempts with a fault are not written but counted.
     """
     counts: Counter[str] = Counter()
     lines = []

@@ -234,8 +234,8 @@ def _read_cflue(path: Path) -> Iterator[Question]:
 def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:
     """Return (at most 1,000 questions, up to five examples of each subject) about the fictional world.
 
-    `exam` asks what follows from the world's laws, about companies that are in no training text. `recall` asks what
-    only the training text says about its companies. Examples are about companies of the training text in both.
+    `exam` asks what follows from the world's laws, about companies that are in no training text; `recall` what only the
+    training text says.
     """
     closed = name == "recall"
     size = world.size if closed else world.held_out_size
@@ -369,13 +369,10 @@ def wilson(count: Count) -> Interval:
 
 
 def macro_interval(subjects: Mapping[str, Count]) -> Interval:
-    """Return the 95 % interval of the mean of the subjects' accuracies, by its standard error; wilson() of one subject.
-
-    A subject's error is computed with one right and one wrong answer added (Agresti and Coull), so that all right gives
-    no certainty.
-    """
+    """Return the 95 % interval of the mean of the subjects' accuracies; wilson() of a single subject."""
     if len(subjects) == 1:
         return wilson(*subjects.values())
+    # The standard error with one right and one wrong answer added (Agresti and Coull): all right is no certainty.
     right, total = np.array(list(subjects.values())).T
     share, middle = (right + 1) / (total + 2), float((right / total).mean())
     half = _Z * math.sqrt((share * (1 - share) / total).sum()) / len(total)
@@ -423,11 +420,8 @@ def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of values from 0 to 1, by a Bayesian bootstrap (Rubin, 1981) of fixed seed.
-
-    Adds half a 0 and half a 1 (Jeffreys' prior of a share): without them equal values would give an interval of length
-    0.
-    """
+    """Return the 95 % interval of the mean of values in [0, 1], by a Bayesian bootstrap (Rubin, 1981) of fixed seed."""
+    # Half a 0 and half a 1 more (Jeffreys' prior of a share): equal values would give an interval of length 0.
     drawn, weights = np.random.default_rng(_SEED), np.array([0.5, 0.5, *[1.0] * len(values)])
     array, means = np.array([0.0, 1.0, *values]), np.empty(_DRAWS)
     for number in range(_DRAWS):

@@ -170,8 +170,8 @@ class Options:
 def evaluate(checkpoint: Path, options: Options) -> Result | tasks.Result:
     """Ask a suite, return its Result; keep answers in a ledger, append the event `suite` or `tasks` to the model's run.
 
-    Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model, a model
-    that cannot be opened, missing or bad files of questions, and a ledger that cannot be written.
+    Raises UserError for options that do not fit the suite or the model, a model that cannot be opened, missing or bad
+    files of questions, and a ledger that cannot be written.
     """
     check_options(options)
     opened = open_model(checkpoint)
@@ -207,26 +207,19 @@ def check_options(options: Options) -> None:
 def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
     """Append the suites' results to the run's events: of model `start`, if any, as step 0, then of the trained model.
 
-    Both are asked about the world of the run's recipe. Answers that the start model gave before, in its own run, are
-    read from there and not asked again. Raises UserError when a model cannot be opened, the recipe has no fictional
-    world for exam or recall, a suite needs other files, or the answers cannot be written.
+    Both are asked about the world of the run's recipe; answers of the start model are read from its own run. Raises
+    UserError when a model cannot be opened, the recipe has no fictional world for exam or recall, a suite needs other
+    files, or the answers cannot be written.
     """
-    if start is not None:
-        _record(run, suites, mode, start, 0)
-        gc.collect()  # two models may not fit one GPU
+    for checkpoint in (run.path,) if start is None else (start, run.path):
+        opened = open_model(checkpoint)
+        step = 0 if checkpoint is start else opened.step
+        for name in suites:
+            result = _ask_suite(opened, Options(name, mode, world=run.recipe))
+            run.append_event("suite", step=step, **result.to_json())
+        del opened  # two models may not fit one GPU
+        gc.collect()
         torch.cuda.empty_cache()
-    _record(run, suites, mode, run.path, None)
-
-
-def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
-    """Evaluate a model on each suite and append the events `suite` to the run, at `step`; None is the model's own step.
-
-    Raises UserError when the model cannot be opened, questions are unusable or the answers cannot be written.
-    """
-    opened = open_model(checkpoint)
-    for name in suites:
-        result = _ask_suite(opened, Options(name, mode, world=run.recipe))
-        run.append_event("suite", step=opened.step if step is None else step, **result.to_json())
 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
@@ -269,10 +262,7 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
 
 
 def _read_questions(opened: Opened, options: Options) -> questions.Suite:
-    """Return the suite's questions; exam and recall are about the world of --world, else of the model's run.
-
-    Raises UserError when there is no such world, or the suite's files are missing or bad.
-    """
+    """Return the suite's questions, about the world of --world or the run. UserError without world or good files."""
     asks_about_world = options.suite in questions.OF_WORLD
     world = questions.find_world(options.suite, opened.run, options.world) if asks_about_world else None
     return questions.read_questions(options.suite, options.data, world)
@@ -351,8 +341,8 @@ def _interval(bounds: Interval) -> str:
 def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
     """Write lm-eval tasks with their questions into a new directory `out` and return it.
 
-    Raises UserError when `out` exists, for a mode other than likelihood, for CFLUE's suites, for options that do not
-    fit the suite, a model that cannot be opened, and unusable questions.
+    Raises UserError when `out` exists, for a mode other than likelihood or options that do not fit the suite, for
+    CFLUE's suites, a model that cannot be opened, and unusable questions.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
@@ -413,8 +403,8 @@ STAGES = ("pretrain", "sft")  # whose held-out rows are text that the model lear
 def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
     """Return {loss, perplexity, sources: {name: the same, tokens}} on the held-out data of the checkpoint's run.
 
-    Loss is in nats a token; sources of pretraining have bits_per_byte too. Uses a GPU if there is one. Raises UserError
-    for an incomplete checkpoint, for a stage whose rows are pairs or prompts, and for a run without held-out documents.
+    Loss is in nats a token; sources of pretraining have bits_per_byte too. Raises UserError for an incomplete
+    checkpoint, a stage whose rows are pairs or prompts, and a run without held-out documents.
     """
     run = run_of_checkpoint(complete_checkpoint(checkpoint))
     stage = recipes.load(run.recipe).recipe.stage

@@ -243,11 +243,9 @@ def read_label(subtask: str, right: str) -> dict[str, str]:
 
 
 def _score_causes(right: Mapping[str, str], answer: str) -> float:
-    """Return the F1 of eight named fields: precision is the share of right ones, recall the share of named ones.
-
-    A field is right when it rightly says that nothing is there (无, 未提及), or when the text from its name to the end
-    of its line, colon and line end included, is the right value: so CFLUE's code counts.
-    """
+    """Return the F1 of eight named fields: precision is the share of right ones, recall the share of named ones."""
+    # So CFLUE's code counts: a field is right when it rightly says that nothing is there (无, 未提及), or when the text
+    # from its name to the end of its line, colon and line end included, is the right value.
     named = hits = 0
     for name, key in _CAUSES.items():
         if match := re.search(f"{name}(.*?)(\n|$)", answer):
@@ -411,7 +409,7 @@ def _bleu(pairs: Sequence[tuple[str, str]]) -> tuple[float, Interval]:
 def rouge_l(right: str, answer: str) -> float:
     """Return ROUGE-L's F of an answer over words of jieba; an empty answer counts as the word None, as in CFLUE's code.
 
-    An answer of full stops alone, at which that code ends, gives 0. The recursion limit is 100,000 while it computes.
+    The recursion limit is 100,000 while it computes.
     """
     from rouge import Rouge
 
@@ -421,7 +419,7 @@ def rouge_l(right: str, answer: str) -> float:
         return float(
             Rouge(["rouge-l"]).get_scores(cut_chinese(answer or "None"), cut_chinese(right))[0]["rouge-l"]["f"]
         )
-    except ValueError:
+    except ValueError:  # an answer of full stops alone, at which CFLUE's code ends
         return 0.0
     finally:
         sys.setrecursionlimit(before)

@@ -43,11 +43,10 @@ def run(
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    `checkpoint` is any path that open_model() takes. `system` is the system prompt, None for none. `sampling` is
-    (temperature, top_p), `max_tokens` limits an answer, `seed` seeds the drawing. `tools` are those that the model may
-    call, in the form of OpenAI's API. Prints answers to stdout, all else to stderr. An error of an answer is printed;
-    if the input is no terminal, it ends the chat with its exit code. Raises UserError for a model that cannot be
-    opened, cannot chat, or not with tools, and for input that is not UTF-8.
+    `checkpoint` is any path that open_model() takes, `sampling` (temperature, top_p), `max_tokens` of an answer,
+    `tools` what the model may call, in the form of OpenAI's API. Prints answers to stdout, all else to stderr. An error
+    of an answer is printed; if the input is no terminal, it ends the chat with its exit code. Raises UserError for a
+    model that cannot be opened, cannot chat, or not with tools, and for input that is not UTF-8.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)
@@ -104,8 +103,7 @@ def _print_answer(
 ) -> str:
     """Print an answer while it is written and return it; Ctrl-C ends it, and what was written is returned.
 
-    `sampling` is (temperature, top_p). Says on stderr when an answer was cut off or interrupted. Raises UserError when
-    the messages leave no room in the model's context, or its template does not take them.
+    Says on stderr when an answer was cut off or interrupted. Raises UserError as Talker.stream().
     """
     shown, stream = "", talker.stream(messages, *sampling, max_tokens)
     try:
@@ -140,8 +138,7 @@ class Talker:
     def __init__(self, opened: Opened, seed: int = 0, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Begin without a conversation; `seed` seeds the drawing of tokens.
 
-        Raises UserError for a model without a chat template, or, if `tools` are given, with a template that writes
-        none.
+        Raises UserError for a model without a chat template, or with one that writes no tools if `tools` are given.
         """
         if not opened.tokenizer.chat_template:
             raise UserError(
@@ -165,11 +162,7 @@ class Talker:
         self._seen: list[int] = []  # whose keys and values are in the cache
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the whole answer to the last message, of at most max_tokens tokens, drawn at `temperature`.
-
-        Draws from all tokens (top_p 1) and sets self.reply. Raises UserError when the messages leave no room in the
-        model's context, or its template does not take them.
-        """
+        """Return the whole answer, as stream() with top_p 1, and set self.reply. Raises UserError as stream()."""
         for _ in self.stream(messages, temperature, 1.0, max_tokens):
             pass
         assert self.reply is not None
@@ -178,9 +171,8 @@ class Talker:
     def stream(self, messages: Conversation, temperature: float, top_p: float, max_tokens: int) -> Iterator[str]:
         """Yield the answer to the last message in pieces of whole characters; set self.reply at the end.
 
-        self.reply is None until then, also after a stream that was not read to its end. An answer has at most
-        max_tokens tokens, fewer where the context ends. Raises UserError, at the first piece, when the conversation
-        leaves no room in the model's context, or its template does not take it.
+        self.reply is None until then, also after a stream that was not read to its end. Raises UserError, at the first
+        piece, when the conversation leaves no room in the model's context, or its template does not take it.
         """
         tokenizer = self.opened.tokenizer
         try:
@@ -224,10 +216,7 @@ class Talker:
         return str(self.opened.tokenizer.decode(written, skip_special_tokens=not self.tools))
 
     def _sample_tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
-        """Yield sampled ids after the prompt without end; extend the cache and set reused_tokens.
-
-        Reuses the keys and values of the longest beginning that `prompt` shares with the ids in the cache.
-        """
+        """Yield sampled ids after the prompt without end; reuse the cache as far as ids are equal, and extend it."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self._seen, strict=False)))
         self._cut_cache(common)
         self.reused_tokens = len(self._seen)
@@ -239,14 +228,12 @@ class Talker:
             ids = [token]
 
     def _cut_cache(self, length: int) -> None:
-        """Drop keys and values behind the first `length` tokens, and their ids in _seen.
-
-        Drops all where the cache cannot be cut: a sliding window, or layers without keys (linear attention).
-        """
+        """Drop what is cached behind the first `length` tokens, or all where the cache cannot be cut."""
         if self._cache is None or length == len(self._seen):
             return
         layers = getattr(self._cache, "layers", ())
-        slides = bool(getattr(self.opened.model.config, "sliding_window", None))  # then it forgets its beginning
+        # A sliding window forgets its beginning, and layers of linear attention keep no keys that could be cut.
+        slides = bool(getattr(self.opened.model.config, "sliding_window", None))
         if not length or any(getattr(layer, "keys", None) is None for layer in layers) or slides:
             self._forget()
             return

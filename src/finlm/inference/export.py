@@ -70,8 +70,8 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
     """Write a checkpoint (runs/<run>/checkpoints/step-N, or the newest of runs/<run>) to the new directory `out`.
 
     Returns `out`, which exists only if the export succeeds. Weight files have at most `shard_size` bytes, such as 5GB.
-    Raises UserError when the checkpoint is not complete or is damaged, `out` exists or shard_size is no size;
-    RuntimeError when the export is not the trained model.
+    Raises UserError when the checkpoint is incomplete or damaged, `out` exists or shard_size is no size; RuntimeError
+    when the export is not the trained model.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
@@ -103,8 +103,7 @@ def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> Non
 def _merge_start_config(config: dict[str, Any], model: Model) -> dict[str, Any]:
     """Return `config` with the fields that only the start's config.json has, and RoPE also as before transformers 5.
 
-    Of other fields `config` has the last word, but dropouts are the start's. A model from scratch only gets the RoPE.
-    Raises UserError for an unknown model type.
+    Dropouts are the start's too. Raises UserError for an unknown model type.
     """
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:
@@ -148,7 +147,7 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
 def _prove_training(reloaded: Any, trained: Trained) -> None:
     """Raise RuntimeError when the reloaded model's loss or reward differs from that of the event `proof` of training.
 
-    READS_ALIKE times 1 + the value is allowed. Does nothing without such an event, which only the last step has.
+    Does nothing without such an event, which only the last step has.
     """
     step = step_of(trained.checkpoint)
     rows = [row for row in trained.run.read_events("proof") if row["step"] == step]
@@ -174,8 +173,7 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any) -> None:
     """Write tokenizer files: in pretraining from a model's tokenizer copies of its files, else `tokenizer` as saved.
 
-    The chat template is written without the marks of training. tokenizer.json is a copy if it encoded the data;
-    tokenizer.model is one where the shards have it.
+    The chat template is written without the marks of training.
     """
     source = shards.directory / "tokenizer"
     if stage == "pretrain" and source.is_dir():
@@ -227,13 +225,13 @@ def _prove_tokenizer(reloaded: Any, trained: Trained, tokenizer: Any) -> None:
 def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dict[str, bool]]:
     """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
 
-    In pretraining, control tokens in a text are encoded as text. The recipe's add_bos counts unless the start model's
-    tokenizer is used, which has rules of its own. In other stages raises UserError if the tokenizer cannot be read.
+    Raises UserError if the tokenizer of dialogues cannot be read.
     """
     directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
     if trained.recipe.stage != "pretrain":
         dialogues = pretrained.open_tokenizer(directory, library)
         return lambda text: dialogues.encode(text)[0], {"add_special_tokens": False, "split_special_tokens": False}
+    # Control tokens in a document are text. A start's tokenizer has rules of its own about <s>.
     encode, add_bos = encoders.reference(trained.shards.tokenizer), not directory.is_dir()
     begin = [trained.shards.bos_id] * (add_bos and trained.recipe.tokenizer.add_bos)
     how = {"add_special_tokens": add_bos, "split_special_tokens": True}
@@ -243,8 +241,8 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 def export_adapters(checkpoint: Path, out: Path) -> Path:
     """Write the adapters of a checkpoint (or of a run's newest) to the new directory `out` and return it.
 
-    Writes the tokenizer's files, chat template and finlm.json too. Raises UserError when the run trained every weight,
-    `out` exists, or the checkpoint is not complete or is damaged.
+    Adds tokenizer, chat template and finlm.json. Raises UserError when the run trained every weight, `out` exists, or
+    the checkpoint is incomplete or damaged.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
@@ -276,9 +274,8 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
 def sample_text(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
     """Return a sampled continuation (temperature 0.8, top-p 0.9) of `prompt` by a run, checkpoint or model directory.
 
-    It has at most `tokens` tokens, as far as the context has room. The first quarter of them cannot be the end of the
-    text: a model of a few steps would often write nothing. Seeds torch. Raises UserError when the model cannot be
-    opened, or the prompt is empty or fills its context.
+    It has at most `tokens` tokens, as far as the context has room. Seeds torch. Raises UserError when the model cannot
+    be opened, or the prompt is empty or fills its context.
     """
     opened = open_model(checkpoint)
     inputs = opened.tokenizer(prompt, return_tensors="pt", verbose=False).to(opened.device)
@@ -295,7 +292,7 @@ def sample_text(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) 
             inputs.input_ids,
             attention_mask=inputs.attention_mask,
             max_new_tokens=tokens,
-            min_new_tokens=tokens // 4,
+            min_new_tokens=tokens // 4,  # a model of a few steps would often write nothing
             do_sample=True,
             temperature=0.8,
             top_p=0.9,
@@ -381,10 +378,7 @@ def _data_section(trained: Trained) -> list[str]:
 
 
 def _held_out_section(trained: Trained, step: int) -> list[str]:
-    """Return the lines of the section on the last evaluation up to `step`; [] without an evaluation by source.
-
-    Its columns are the measures that the event has, without `tokens`.
-    """
+    """Return the section on the last evaluation up to `step`, a column for each measure; [] without one by source."""
     events = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
     sources = (events[-1].get("sources") or {}) if events else {}
     keys = [key for key in next(iter(sources.values()), {}) if key != "tokens"]

@@ -81,9 +81,9 @@ class Opened:
 def open_model(path: Path) -> Opened:
     """Open the model of a checkpoint, run, export or Hugging Face directory, on a GPU if any, in evaluation mode.
 
-    For a run, opens its export if there is one, else its newest checkpoint. Compares the files' hashes where finlm
-    wrote them. Raises UserError when there is no model, when it is damaged or cannot be loaded, or when it is a reward
-    model; RuntimeError when a checkpoint's weights do not fit the model.
+    For a run, opens its export if there is one, else its newest checkpoint. Compares hashes where finlm wrote them.
+    Raises UserError when there is no model, when it is damaged or cannot be loaded, or is a reward model; RuntimeError
+    when a checkpoint's weights do not fit the model.
     """
     run = run_of(path)
     if (path / "plan.json").is_file():
@@ -103,10 +103,10 @@ def open_model(path: Path) -> Opened:
 def generate(opened: Opened, rows: Sequence[Sequence[int]], max_tokens: int, **settings: Any) -> list[list[int]]:
     """Return the ids that the model writes after each row of ids, at most `max_tokens`, by greedy decoding.
 
-    `settings` are further arguments of transformers' generate(), such as repetition_penalty. Rows are padded on the
-    left, and padding is masked. Answers may have padding behind their end token. A model that knows no end writes
-    `max_tokens` ids. Raises ValueError without rows.
+    `settings` are further arguments of transformers' generate(). Answers may have padding behind their end token.
+    Raises ValueError without rows.
     """
+    # Padded on the left, so that every answer begins in the same column.
     width, pad = max(map(len, rows)), next(iter(opened.eos_ids), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=opened.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=opened.device)
@@ -173,9 +173,7 @@ def _make_opened(
 ) -> Opened:
     """Move the model to a GPU if any, in evaluation mode, and return its Opened.
 
-    The fingerprint is the sha256 of `identity`, JSON values that tell the model from others. The context is the
-    configuration's, else the tokenizer's model_max_length. The ends of an answer are those of the generation settings
-    and of the tokenizer; () without any.
+    The fingerprint is the sha256 of `identity`, JSON values that tell the model from others.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     slow_halves = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -222,11 +220,9 @@ class Trained:
 def load_trained(checkpoint: Path) -> Trained:
     """Load a checkpoint, or the newest of a run, on the CPU; return its model with run, recipe, plan and shards.
 
-    The model is in evaluation mode, a sequence classifier for reward runs. Weights come from the fp32 master copy where
-    ZeRO keeps it and are cast to the run's precision: what the last training step left, not a second rounding of it.
-    Adapters are merged; after lora.quantize into the weights of model.init_from. Compares the files' hashes. Raises
-    UserError when the checkpoint is incomplete or damaged, or such an init_from is gone; RuntimeError when the weights
-    do not fit the model.
+    The model is in evaluation mode, a sequence classifier for reward runs, with adapters merged, in the run's
+    precision. Compares the files' hashes. Raises UserError when the checkpoint is incomplete or damaged, or the
+    model.init_from of lora.quantize is gone; RuntimeError when the weights do not fit the model.
     """
     checkpoint = complete_checkpoint(checkpoint)
     run = run_of_checkpoint(checkpoint)
@@ -240,6 +236,7 @@ def load_trained(checkpoint: Path) -> Trained:
         config.num_labels, config.pad_token_id = 1, padding_id(shards)
     with no_init_weights():  # drawing weights that are read next takes minutes of one core for 6B
         model = kind._from_config(config, attn_implementation=plain_attention(config), dtype=DTYPES[plan.precision])
+    # The fp32 master copy where ZeRO keeps it: what the last step left, not a second rounding of it.
     weights = read_weights(checkpoint, plan)
     if recipe.lora is not None:
         if is_quantized(recipe):
@@ -388,8 +385,7 @@ def _check_gguf(file: Path) -> None:
 def gguf_differences(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each metadata field or tensor that keeps a GGUF file from being a plain Llama; none if it is.
 
-    `fields` is the metadata by name, `tensors` the tensors by name. Another architecture, missing fields and fields
-    that differ by layer each end the list.
+    Another architecture, missing fields and fields that differ by layer each end the list.
     """
     if (architecture := fields.get("general.architecture")) != "llama":
         yield f"architecture {architecture!r}, not 'llama'"

@@ -97,9 +97,9 @@ def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = No
     """Ask about every drawn document that the ledger lacks, and publish the pairs; return the output's path.
 
     Appends each answered document to <output>.ledger, writes the output and <output>.json, and prints counts and cost.
-    `model` is asked instead of the endpoint; `fingerprint` is that of its weights, as its name says little. Raises
-    UserError for a recipe without self_qa or whose documents cannot be prepared, or when another process has the
-    ledger. Also when requests fail or no pair is left: all answers are in the ledger then.
+    `model` is asked instead of the endpoint; `fingerprint` is that of its weights. Raises UserError for a recipe
+    without self_qa or whose documents cannot be prepared, when another process has the ledger, when requests fail or no
+    pair is left: all answers are in the ledger then.
     """
     settings = _settings(recipe)
     asked: Model = Endpoint(settings) if model is None else model
@@ -196,8 +196,7 @@ def _keep_all(asking: Iterator[list[Row]], keep: Callable[[Row], str], settings:
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
     """Ask for the questions of a passage and for the answers to those that pass the rules; return all of them.
 
-    When a request is refused or never answered, returns what there is, with `failed` and `detail` set. Raises UserError
-    if no request can succeed.
+    A refused or unanswered request ends it, with `failed` and `detail` set. Raises UserError if no request can succeed.
     """
     row = Asked(passage.document, passage.source, passage.text)
 
@@ -237,10 +236,9 @@ def answer_prompts(
     """Ask the endpoint for an answer to each prompt, `concurrency` at a time; return the new rows by key.
 
     `limits` are (temperature, most tokens of an answer). `former` are rows of the ledger, whose tokens count for
-    max_cost. A row has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "". Thoughts that the server
-    returns apart stand before the text in <think> tags. A row is appended to `ledger`; but a request that failed has
-    the fault "refused" or "no answer" and is not, so that the next run tries it again. Prints the cost if prices are
-    given. Ends early when max_cost is spent. Raises UserError after five failures in a row, without the key, or if the
+    max_cost. A row has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "", and is appended to
+    `ledger`; a failed request has the fault "refused" or "no answer" and is not. Prints the cost if prices are given.
+    Ends early when max_cost is spent. Raises UserError after five failures in a row, without the key, or if the
     endpoint refuses every request.
     """
     server, spent = Endpoint(settings), Counter[str]()
@@ -258,6 +256,7 @@ def answer_prompts(
             fault = "refused" if isinstance(error, Refused) else "no answer"
             return {"key": key, "text": "", "tokens": 0, "fault": fault, "detail": str(error)}
         fault = "cut off" if reply.finish_reason == "length" else "" if reply.text.strip() else "empty"
+        # Thoughts that the server returns apart, as a model writes them.
         text = f"<think>\n{reply.thoughts.strip()}\n</think>\n\n{reply.text}" if reply.thoughts else reply.text
         tokens = {"tokens": reply.completion_tokens or 0, "prompt_tokens": reply.prompt_tokens or 0}
         return {"key": key, "text": text, **tokens, "fault": fault}
@@ -380,8 +379,7 @@ class Passage:
 def draw_passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
     """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
 
-    Builds missing steps in the cache, under its lock. A larger self_qa.documents gives the same passages and further
-    ones. Raises UserError if the documents cannot be prepared.
+    Builds missing steps in the cache, under its lock. Raises UserError if the documents cannot be prepared.
     """
     cache = Cache(Path(recipe.data.cache_dir), build=True)
     with cache.lock_cache():
@@ -391,6 +389,7 @@ def draw_passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
         chosen = steps.select_documents(context, read, inputs)
         decision = chosen.decisions()
         hashes = np.concatenate([documents.read_index(chunk.path)["hash"] for chunk in read.chunks])
+        # By hash, so that a larger self_qa.documents draws the same passages and further ones.
         order = mix(hashes[:, 0] ^ np.uint64(settings.seed * int(GOLDEN) % 2**64))
         order[decision != selection.TRAIN] = np.iinfo(np.uint64).max
         count = min(settings.documents, int((decision == selection.TRAIN).sum()))

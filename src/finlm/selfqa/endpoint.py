@@ -79,10 +79,7 @@ def strip_thoughts(reply: str) -> str:
 
 
 def split_questions(reply: str) -> list[str]:
-    """Return the questions of a model's raw reply, [] if none: the strings of a JSON list, else its lines.
-
-    Removes thoughts, a code fence around the reply and empty questions; from lines also numbering and asterisks.
-    """
+    """Return the questions of a model's raw reply, [] if none: the strings of a JSON list, else its lines."""
     text = strip_thoughts(reply)
     text = re.sub(r"^```\w*\n|\n```$", "", text)
     if text.startswith("["):
@@ -97,10 +94,8 @@ def split_questions(reply: str) -> list[str]:
 
 
 def normalise_question(text: str) -> str:
-    """Return the letters and digits of a text in uniform width and case, to recognise repeated questions.
-
-    What stands between two digits is kept, except commas: 1.5 is not 15, and January to February not December (1-2月).
-    """
+    """Return the letters and digits of a text in uniform width and case, to recognise repeated questions."""
+    # What stands between two digits stays, but for commas: 1.5 is not 15, nor January to February (1-2月) December.
     flat = unicodedata.normalize("NFKC", text).casefold().replace(",", "")
     return re.sub(r"((?<=\d)[\W_]+(?=\d))|[\W_]+", r"\1", flat)
 
@@ -121,8 +116,7 @@ def question_reason(question: str) -> str | None:
 def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
     """Return in words why a question and its answer are dropped; None if they are kept.
 
-    `finish` is the reply's finish_reason; "length" means that it was cut off. Of `settings`, language,
-    min_answer_characters and grounded_numbers count.
+    `finish` is the reply's finish_reason.
     """
     unanswerable = UNANSWERABLE[settings.language]
     if finish == "length":
@@ -203,8 +197,7 @@ class Endpoint:
         """Send the messages and return the model's reply, with retries and within the rate limit.
 
         Blocks through pauses and up to `timeout` for each wait. Raises Refused when the server will not answer this
-        request, NoAnswer when every attempt failed or `stopped` is set, and UserError if no request can succeed. Counts
-        requests sent again in `retries`.
+        request, NoAnswer when every attempt failed or `stopped` is set, and UserError if no request can succeed.
         """
         request = {
             "model": self.model,
@@ -284,9 +277,9 @@ def ask_in_parallel(
 ) -> Generator[list[Result], None, None]:
     """Yield lists of the results of ask(task), some of them empty, as tasks end; run `workers` at a time in threads.
 
-    Starts no task while may_start() is false. Ends when no task is running and none can be started, even if some are
-    left. Raises a task's error after the results that ended with it. On an error, or when the iterator is closed early,
-    calls stop(), waits for the running tasks and drops their results. Close the iterator when you leave it early.
+    Starts no task while may_start() is false; ends when none is running then. Raises a task's error after the results
+    that ended with it. On an error, or when the iterator is closed early, calls stop(), waits for the running tasks and
+    drops their results. Close the iterator when you leave it early.
     """
     waiting = iter(tasks)
     under_way: set[Future[Result]] = set()
