@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.corpus import near, ngrams
-from finlm.corpus.workers import LocalEngine, list_repeats
+from finlm.corpus.selection import list_repeats
+from finlm.corpus.workers import LocalEngine
 from finlm.rows.shards import GOLDEN, mix
 
 Ids = npt.NDArray[np.int64]

@@ -84,7 +84,8 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new_keys: bool) -
         return ray_cluster.start_ray(recipe, hosts or Cluster((Host("localhost", 1),)), accept_new_keys)
 
     reads = [Path(words).expanduser().absolute()] if words else []
-    with ray_engine.RayEngine(Path(data.cache_dir).absolute(), data.num_proc, open_cluster, reads) as engine:
+    cache, joins = Path(data.cache_dir).absolute(), data.ray_address is not None
+    with ray_engine.RayEngine(cache, data.num_proc, open_cluster, reads, joins) as engine:
         yield engine
 
 

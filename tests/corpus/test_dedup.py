@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.corpus import documents, selection, workers
+from finlm.corpus import documents, selection
 from finlm.corpus.documents import InputRead
 from finlm.recipe.schema_data import Data
 
@@ -199,7 +199,7 @@ def test_decisions_made_in_files_and_in_blocks_are_those_made_in_memory(
         like = np.arange(count, dtype=np.uint32)
         made = []
         for directory in (None, tmp_path):
-            monkeypatch.setattr(workers, "BLOCK", 2**20 if directory is None else 1 + trial)
+            monkeypatch.setattr(selection, "BLOCK", 2**20 if directory is None else 1 + trial)
             mapped = {
                 name: selection.new_array(directory, name, array.shape, array.dtype) for name, array in columns.items()
             }

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from finlm.base.step_cache import Cache
-from finlm.corpus import contamination, documents, near, ngrams, workers
+from finlm.corpus import contamination, documents, near, ngrams, selection, workers
 from finlm.corpus.workers import Context, Mapper
 from finlm.recipe import recipe
 from finlm.world import writer
@@ -261,7 +261,7 @@ def test_texts_of_one_frame_are_read_once_however_often_they_meet(
 
 
 def test_labels_have_64_bits_where_32_do_not_reach(tmp_path: Path) -> None:
-    assert workers.label_type(2**32) == np.uint32 and workers.label_type(2**32 + 1) == np.uint64
+    assert selection.label_type(2**32) == np.uint32 and selection.label_type(2**32 + 1) == np.uint64
     keys = ngrams.SortedKeys(tmp_path, (0, 2**32 - 2), 3)  # the second group reaches over 2**32
     values = np.arange(ngrams.BANDS * 4, dtype=np.uint64).reshape(ngrams.BANDS, 4) * np.uint64(2**57)
     for group in range(2):
@@ -283,7 +283,7 @@ def test_what_repeats_a_dropped_document_is_compared_with_the_kept_one_of_64_bit
     like = np.array([0, 0, 1, 2, 4, 4], dtype=np.uint64)
     orphans, heirs = near._find_orphans(like)
     assert orphans.tolist() == [2, 3] and heirs.tolist() == [0, 0]
-    assert [(a.tolist(), b.tolist()) for a, b in workers.list_repeats(like)] == [([1, 2, 3, 5], [0, 1, 2, 4])]
+    assert [(a.tolist(), b.tolist()) for a, b in selection.list_repeats(like)] == [([1, 2, 3, 5], [0, 1, 2, 4])]
 
 
 def test_no_document_is_no_near_duplicate(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_range_takes_the_same_memory_in_a_larger_corpus_and_the_parent_a_label
             tracemalloc.stop()
         return peaks[0], peaks[1]
 
-    monkeypatch.setattr(workers, "BLOCK", size)
+    monkeypatch.setattr(selection, "BLOCK", size)
     small, large = measure(2), measure(32)
     assert large[0] < 1.1 * small[0] and large[0] < 80 * size
     assert large[1] < small[1] + 6 * 30 * size, "4 of them labels; the states were there"

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,9 +56,91 @@ def test_a_connection_is_closed_when_the_cache_cannot_be_written(
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(ray_engine.files, "write_text", lambda *_: fail(OSError(errno.ENOSPC, "no space")))
-    with pytest.raises(OSError, match="no space"), ray_engine._connect("auto", tmp_path, 1, ()):
+    with pytest.raises(OSError, match="no space"), ray_engine._connect("auto", tmp_path, 1, (), True):
         pass
     assert closed == [True]
+
+
+class FakeRay(SimpleNamespace):
+    """A cluster of the hosts `alive` and `dead`, whose tasks run in this process."""
+
+    def __init__(self, alive: Iterable[str], dead: Iterable[str]) -> None:
+        self.alive, self.dead = set(alive), set(dead)
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+        super().__init__(
+            exceptions=SimpleNamespace(RayTaskError=TaskError, RayError=ConnectionError),
+            util=SimpleNamespace(scheduling_strategies=strategies),
+            get=lambda value: value,
+            init=lambda *_, **__: None,
+            shutdown=lambda: None,
+            remote=lambda **_: lambda function: SimpleNamespace(remote=function),
+            wait=lambda references, timeout: (references, []),
+        )
+
+    def nodes(self) -> list[dict[str, Any]]:
+        hosts = [*((name, 1.0) for name in sorted(self.alive)), *((name, 0.0) for name in sorted(self.dead))]
+        return [
+            {"NodeID": f"{name}'s", "NodeManagerHostname": name, "Alive": bool(cores), "Resources": {"CPU": cores}}
+            for name, cores in hosts
+        ]
+
+
+def fake_ray(monkeypatch: pytest.MonkeyPatch, alive: Iterable[str], dead: Iterable[str] = ()) -> FakeRay:
+    ray = FakeRay(alive, dead)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", ray.util)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray.util.scheduling_strategies)
+    return ray
+
+
+@pytest.mark.parametrize("left", [{"node1"}, set[str]()])
+def test_a_host_lost_while_every_result_comes_at_once_is_named_at_the_end(
+    left: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray = fake_ray(monkeypatch, {"node1", "node2"}, dead={"old"})
+    with (
+        ray_engine.RayEngine(tmp_path, 1, lambda: nullcontext("auto"), joins=True) as engine,
+        engine.start(3) as run,
+    ):
+        results = run(double, [1, 2, 3])
+        assert next(results) == 2
+        ray.alive, ray.dead = left, {"node1", "node2", "old"} - left
+        assert list(results) == [4, 6]
+        assert "is lost" not in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "node2 is lost; its chunks are done again by the others\n" in told and "chunks by host: " in told
+    assert "old is lost" not in told, "it died before we came"
+
+
+def test_the_error_of_the_block_is_not_hidden_by_what_is_left_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = fake_ray(monkeypatch, {"node1"})
+    with (
+        pytest.raises(KeyError, match="the step's own"),
+        ray_engine.RayEngine(tmp_path, 1, lambda: nullcontext("auto"), joins=True) as engine,
+        engine.start(3),
+    ):
+        ray.nodes = lambda: fail(OSError("the cluster is gone"))
+        raise KeyError("the step's own")
+
+
+@pytest.mark.parametrize(
+    ("joins", "fix"),
+    [(True, "has to be a node of it"), (False, "run again; if Ray ends again, /tmp/ray")],
+)
+def test_a_cluster_that_cannot_be_used_is_the_users_own_or_finlms(
+    joins: bool, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = fake_ray(monkeypatch, {"node1"})
+    ray.init = lambda *_, **__: fail(ConnectionError("no answer at 10.0.0.1:6379"))
+    with (
+        ray_engine.RayEngine(tmp_path, 1, lambda: nullcontext("10.0.0.1:6379"), joins=joins) as engine,
+        pytest.raises(UserError, match="cannot be used from this machine") as told,
+        engine.start(3),
+    ):
+        pass
+    assert fix in told.value.fix and told.value.evidence == "no answer at 10.0.0.1:6379"
 
 
 class FarEngine:

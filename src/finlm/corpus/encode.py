@@ -305,7 +305,7 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
             pretrained.copy_files(model.parent, directory / "tokenizer", (*pretrained.COPIED, tokenizer_json.BEFORE))
         else:
             shutil.copyfile(model, directory / "tokenizer.model")
-        selection.write_description(directory, entries, read.inputs, chosen.counts)
+        selection.write_description(directory, entries, read.inputs, chosen.sources)
         return {
             "version": VERSION,
             "dtype": dtype,

@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.step_cache import Step
-from finlm.corpus import contamination, documents, ngrams, selection, workers
-from finlm.corpus.workers import Arrays, ChunkTask, Context, Kept, blocks, load_kept, make_missing
+from finlm.corpus import contamination, documents, ngrams, selection
+from finlm.corpus.workers import Arrays, ChunkTask, Context, Kept, load_kept, make_missing
 from finlm.rows.shards import GOLDEN, mix
 
 Ids = npt.NDArray[np.int64]
@@ -99,8 +99,8 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
     for those preferred to all others; otherwise the first is preferred. run_tasks(name, function, tasks) yields the
     function's arrays for each task in order; the name is unique. Raises what a task raises.
     """
-    like = np.empty(len(states), dtype=workers.label_type(len(states)))
-    for block in blocks(len(like)):
+    like = np.empty(len(states), dtype=selection.label_type(len(states)))
+    for block in selection.slices(len(like)):
         like[block] = np.arange(block.start, block.stop)
     compared = 0
     for number in range(_ROUNDS):
@@ -120,7 +120,7 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
         same = np.concatenate([*answers, np.empty(0, dtype=np.bool_)])
         compared += len(orphans)
         like[orphans] = np.where(same, heirs, orphans)
-        for block in blocks(len(states)):
+        for block in selection.slices(len(states)):
             states[block] &= TAKES_PART | COMES_FIRST
         states[orphans[~same]] |= TAKES_PART | IS_OPEN
         if same.all():
@@ -133,7 +133,7 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
 
 def _find_orphans(like: Labels) -> tuple[Ids, Ids]:
     """Return the documents dropped for a document that was dropped later, and for each the kept one it leads to."""
-    orphans = [dropped[like[repeated] != repeated] for dropped, repeated in workers.list_repeats(like)]
+    orphans = [dropped[like[repeated] != repeated] for dropped, repeated in selection.list_repeats(like)]
     those = np.concatenate([*orphans, np.empty(0, dtype=np.int64)])
     heirs = like[like[those]].astype(np.int64)
     while not np.array_equal(heirs, like[heirs]):

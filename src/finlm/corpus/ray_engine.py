@@ -2,13 +2,12 @@
 
 The launching host reads the sources, sends blocks of rows to the workers and puts the results together, as with local
 processes, so the shards have the same bytes. Workers import the launching host's finlm: Ray carries it to them. Before
-work begins, every host is checked for the launching host's Python and packages, and for the files outside the cache
-that tasks read. If data.cache_dir is a shared directory, chunks are written there. A host that does not share it works
-in a directory of the same path, receives the files it lacks, and sends back those it makes.
+work begins, every host is checked for the launching host's packages, and for the files outside the cache that tasks
+read. A host that does not share data.cache_dir works in a directory of the same path, receives the files it lacks, and
+sends back those it makes.
 
 Ray runs a task again whose worker or host died, three times; a chunk is whole or absent, so running it twice changes
-nothing. An exception of a task comes back as it is. The launching host is never replaced: the next run continues with
-the chunks that were finished.
+nothing. The launching host is never replaced: the next run continues with the chunks that were finished.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -80,17 +79,11 @@ def list_packages() -> tuple[tuple[str, str], ...]:
 
 
 def check_host(expected: Expected) -> bool:
-    """Return whether this host shares the launching host's cache; checked once per worker process.
+    """Return whether this host shares the launching host's cache; make the cache's directory if it is missing.
 
     Raises UserError, naming the host, for other packages, for a file that is missing or different, and for a cache
-    directory that cannot be written; makes that directory if it is missing.
+    directory that cannot be written.
     """
-    return _check_once(expected)
-
-
-@lru_cache(maxsize=4)
-def _check_once(expected: Expected) -> bool:
-    """Check this host and return whether it shares the cache, as check_host() says; cached for equal arguments."""
     host = os.uname().nodename
     here = dict(list_packages())
     other = [f"{name}: {here[name]}, there {version}" for name, version in expected.packages if here[name] != version]
@@ -120,6 +113,9 @@ def _check_once(expected: Expected) -> bool:
     return is_shared
 
 
+_check_once = lru_cache(maxsize=4)(check_host)  # per worker process; ray.remote() takes plain functions alone
+
+
 class Answer(NamedTuple):
     """A task's result, the host that ran it, and the files it wrote there if the cache is not shared."""
 
@@ -139,12 +135,12 @@ class Order(Generic[Task]):
 
 
 def work(order: Order[Task], expected: Expected, store: Any) -> Answer:
-    """Run an order in a Ray worker and return its Answer, after check_host().
+    """Run an order in a Ray worker and return its Answer; the worker's first order checks the host (check_host).
 
     A host without the shared cache first fetches missing files from `store`, a handle of the launching host's Store.
     Raises UserError for a full disk, and what the function raises; each error names the host.
     """
-    host, is_shared = os.uname().nodename, check_host(expected)
+    host, is_shared = os.uname().nodename, _check_once(expected)
     try:
         for path in order.reads if not is_shared else ():
             if not path.is_file():
@@ -171,7 +167,6 @@ class Store:
     """An actor on the launching host that returns files of its cache."""
 
     def __init__(self, cache: Path) -> None:
-        """Keep the cache's directory."""
         self._cache = cache
 
     def read(self, path: Path) -> bytes:
@@ -180,10 +175,10 @@ class Store:
 
 
 class RayEngine:
-    """Ray workers on all hosts of a cluster; see Engine. They start at the first use and end with the block.
+    """Ray workers on all hosts of a cluster, at most `num_proc` per host; see Engine.
 
-    open_cluster() starts or finds a cluster and yields its address. `reads` lists files outside the cache that tasks
-    read; every host must have them.
+    They start at the first use and end with the block. open_cluster() yields the address of a cluster, which it starts
+    or, with `joins`, the user has started. `reads` lists files outside `cache` that tasks read on every host.
     """
 
     def __init__(
@@ -192,19 +187,19 @@ class RayEngine:
         num_proc: int,
         open_cluster: Callable[[], AbstractContextManager[str]],
         reads: Iterable[Path] = (),
+        joins: bool = False,
     ) -> None:
-        """Keep the cache's directory and the most workers per host, `num_proc`; start nothing."""
-        self._cache, self._num_proc, self._open_cluster, self._reads = cache, num_proc, open_cluster, tuple(reads)
+        self._open_cluster = open_cluster
+        self._connect_to = partial(_connect, cache=cache, num_proc=num_proc, reads=tuple(reads), joins=joins)
         self._held = ExitStack()
         self._run: _Connection | None = None
 
     def __enter__(self) -> RayEngine:
-        """Return the engine; start nothing yet."""
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Leave the cluster, and end it if it was started for this engine."""
-        self._held.close()
+        self._held.__exit__(*error)  # not close(), which hides the error from _connect
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
@@ -232,17 +227,17 @@ class RayEngine:
         """
         if self._run is None:
             address = self._held.enter_context(self._open_cluster())
-            self._run = self._held.enter_context(_connect(address, self._cache, self._num_proc, self._reads))
+            self._run = self._held.enter_context(self._connect_to(address))
         return self._run
 
 
 @contextmanager
-def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
-    """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each host did.
+def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...], joins: bool) -> Iterator[_Connection]:
+    """Yield a connection to the Ray cluster after checking its hosts; print at the end what each host did.
 
     Inside the block stdout is dropped, but for Ray's retries, which go to stderr. Sets RAY_task_oom_retries in the
-    environment, if it is unset, for good. `num_proc` is the most workers per host; `reads` are files that every host
-    needs. Raises UserError for a cluster or a host that cannot be used, FileNotFoundError for one of `reads` not here.
+    environment, if it is unset, for good. The other arguments are RayEngine's. Raises UserError for a cluster or a host
+    that cannot be used, FileNotFoundError for one of `reads` not here.
     """
     import ray
 
@@ -260,10 +255,11 @@ def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) 
             **({} if address == "auto" else {"_node_ip_address": os.environ.get("RAY_NODE_IP_ADDRESS") or None}),
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
+        fix = "this machine has to be a node of it (`ray start --address`), with the same Python and Ray"
         raise UserError(
             f"the Ray cluster at {address} cannot be used from this machine",
             evidence=str(error)[:600],
-            fix="this machine has to be a node of it (`ray start --address`), with the same Python and Ray",
+            fix=fix if joins else "run again; if Ray ends again, /tmp/ray/session_latest/logs on this machine says why",
         ) from None
     connection = _Connection(expected, num_proc)
     try:
@@ -272,6 +268,8 @@ def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) 
                 files.write_text(expected.token_file, "")
                 connection.check_hosts()
                 yield connection
+                with suppress(UserError, ray.exceptions.RayError):  # the work is done, whatever is left of the cluster
+                    connection.find_nodes()  # names a host that was lost while no result took long
             finally:
                 ray.shutdown()
     finally:
@@ -291,13 +289,13 @@ class _RaysWords(io.TextIOBase):
 
 
 class _Connection:
-    """A Pool of the workers of a Ray cluster."""
+    """The workers of the Ray cluster to which this process is connected, at most `num_proc` per host."""
 
     def __init__(self, expected: Expected, num_proc: int) -> None:
-        """Keep what hosts must have and the most workers per host; Ray must be connected. Ask no host yet."""
         import ray
 
-        self._expected, self._num_proc, self._lost = expected, num_proc, set[str]()
+        self._expected, self._num_proc = expected, num_proc
+        self._lost: set[str] | None = None  # ids of dead nodes; None before the first look
         self.done: Counter[str] = Counter()  # tasks by host
         self._store: Any = None  # where a host does not share the cache
         self._work = ray.remote(num_cpus=1, max_retries=RETRIES)(work)
@@ -310,7 +308,7 @@ class _Connection:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        nodes = self._find_nodes()
+        nodes = self.find_nodes()
         asked = [
             ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(check_host)
             for node in nodes
@@ -336,25 +334,28 @@ class _Connection:
     def count(self) -> int:
         """The number of workers now: one per CPU of the cluster, at most data.num_proc per host.
 
-        Prints the hosts that were lost since the last call. Raises UserError when none is left.
+        Prints and raises what find_nodes() does.
         """
-        return sum(min(self._num_proc, cores) for _, cores in self._find_nodes().values())
+        return sum(min(self._num_proc, cores) for _, cores in self.find_nodes().values())
 
-    def _find_nodes(self) -> dict[str, tuple[str, int]]:
+    def find_nodes(self) -> dict[str, tuple[str, int]]:
         """Return {id: (name, CPUs)} of the hosts with workers that are alive.
 
         Prints the hosts that were lost since the last call. Raises UserError when none is left.
         """
         import ray
 
-        alive = {}
+        alive, dead = dict[str, tuple[str, int]](), dict[str, str]()
         for node in ray.nodes():
             name, cores = node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0))
-            if node["Alive"] and cores:
+            if not node["Alive"]:
+                dead[node["NodeID"]] = name
+            elif cores:
                 alive[node["NodeID"]] = name, cores
-            elif not node["Alive"] and node["NodeID"] not in self._lost and self.done:
-                self._lost.add(node["NodeID"])
-                screen.say(f"{name} is lost; its chunks are done again by the others")
+        # A cluster that was joined lists nodes that died long ago, too; they had no chunk of ours.
+        for number in dead.keys() - (dead if self._lost is None else self._lost):
+            screen.say(f"{dead[number]} is lost; its chunks are done again by the others")
+        self._lost = set(dead)
         if not alive:
             raise UserError(
                 "no host of the Ray cluster is left", fix="see to the hosts and run again; finished chunks are kept"
@@ -366,14 +367,14 @@ class _Connection:
 
         Raises what a task raises, and UserError when no host is left or a chunk's worker is lost too often.
         """
-        return workers.map_in_order(self, 2 * self.count, function, tasks)
+        return workers.map_in_order(self._submit, 2 * self.count, function, tasks)
 
-    def submit(self, function: Callable[[Task], Result], task: Task, /) -> _Pending[Result]:
-        """Have a worker call function(task), with the cache files that it needs; return the Pending to wait for."""
+    def _submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
+        """Have a worker call function(task), with the cache files that it needs; return what waits for the result."""
         order = Order(function, task, workers.files_read(task), workers.files_written(task))
-        return _Pending(self, self._work.remote(order, self._expected, self._store), task)
+        return partial(self._receive, self._work.remote(order, self._expected, self._store), task)
 
-    def receive(self, reference: Any, task: object) -> Any:
+    def _receive(self, reference: Any, task: object) -> Any:
         """Wait for a task, save the files that it sent, count it in `done`, and return its function's result.
 
         `task` is named in errors. Prints hosts that are lost meanwhile. Raises what the task raised, and UserError when
@@ -382,25 +383,12 @@ class _Connection:
         import ray
 
         while not ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
-            self._find_nodes()
+            self.find_nodes()
         answer = _get(reference, str(task))
         for path, data in answer.made.items():
             files.write_bytes(path, data)
         self.done[answer.host] += 1
         return answer.value
-
-
-class _Pending(Generic[Result]):
-    """A task that was submitted to Ray."""
-
-    def __init__(self, connection: _Connection, reference: Any, task: object) -> None:
-        """Keep Ray's reference to the result, and the task, which errors name."""
-        self._connection, self._reference, self._task = connection, reference, task
-
-    def result(self) -> Result:
-        """Wait for the task and return its result, or raise its exception."""
-        value: Result = self._connection.receive(self._reference, self._task)
-        return value
 
 
 def _get(reference: Any, place: str, host: str = "") -> Any:

@@ -8,9 +8,9 @@ dedup near, none repeats a held-out one either.
 The lowest hashes would move with the size of a source, and documents that were held out of a small one would be trained
 on in a large one. So the whole share is kept out of training, and beyond held_out_documents it is only reserved.
 
-Samples of dropped documents are kept for people to look at, and documents.json lists lengths, reasons and frequent
-values of the prepared data. Memory: 0.2 GB and about 8 bytes a document. More lies in mapped files, which are
-worked on in blocks. Dialogues, and fields that hold out (64-bit values, sorted at once), take more.
+documents.json lists lengths, reasons and frequent values of the prepared data. Memory: 0.2 GB and about 8 bytes a
+document. More lies in mapped files, which are worked on in blocks. Dialogues, and fields that hold out (64-bit values,
+sorted at once), take more.
 """
 
 from __future__ import annotations
@@ -27,26 +27,15 @@ import numpy.typing as npt
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Step
-from finlm.corpus import documents, workers
-from finlm.corpus.workers import blocks, label_type, list_repeats, new_array
+from finlm.corpus import documents
 from finlm.recipe.schema_data import Data
 from finlm.rows.shards import ShardEntry, measure_lengths
 
 VERSION = 4
 
-(
-    TRAIN,
-    HELD_OUT,
-    TOO_SHORT,
-    DUPLICATE,
-    EQUALS_HELD_OUT,
-    NEAR_DUPLICATE,
-    NEAR_HELD_OUT,
-    PERPLEXITY,
-    CONTAMINATED,
-    RESERVED,
-) = range(10)
-NAMES = (
+TRAIN, HELD_OUT, TOO_SHORT, DUPLICATE, EQUALS_HELD_OUT = range(5)
+NEAR_DUPLICATE, NEAR_HELD_OUT, PERPLEXITY, CONTAMINATED, RESERVED = range(5, 10)
+NAMES = (  # of the codes
     "kept",
     "held_out",
     "too_short",
@@ -63,9 +52,37 @@ _READ = ("rows", "broken", "cleaned")  # counted where rows are read
 Decisions = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
-
+BLOCK = 2**20  # documents whose values are worked on together, to save memory
 BYTES_A_DOCUMENT = 44 + 2 * 8 + 24  # on disk meanwhile: the columns, two labels, and the hashes in parts
 _COLUMNS = (("source", "<i4"), ("characters", "<u4"), ("text_bytes", "<i8"), ("hash", "<u8", 2))
+
+
+def new_array(directory: Path | None, name: str, shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
+    """Return an array of zeros: mapped from a new file <name>.column in the directory, or in memory without one."""
+    if directory is None or not shape[0]:
+        return np.zeros(shape, dtype=kind)
+    return np.memmap(directory / f"{name}.column", dtype=kind, mode="w+", shape=shape)
+
+
+def slices(count: int, start: int = 0) -> list[slice]:
+    """Return slices of BLOCK indexes, in order, from start to count."""
+    return [slice(first, min(first + BLOCK, count)) for first in range(start, count, BLOCK)]
+
+
+def label_type(count: int) -> np.dtype[Any]:
+    """Return the type of the indexes of `count` documents: uint32 as long as it has all of them, then uint64."""
+    return np.dtype("<u4") if count <= 2**32 else np.dtype("<u8")
+
+
+def list_repeats(like: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield (documents that repeat another, the document that each repeats), for blocks of BLOCK documents.
+
+    `like` [documents] has the index of what a document repeats, else its own. A block may have no such documents.
+    """
+    for block in slices(len(like)):
+        here = np.array(like[block], dtype=np.int64)
+        repeats = np.flatnonzero(here != np.arange(block.start, block.stop))
+        yield repeats + block.start, here[repeats]
 
 
 @dataclass(frozen=True)
@@ -132,13 +149,12 @@ def settle(
     """Return the decision code of each document before near-duplicates are dropped, uint8 [documents].
 
     Documents still in use get TRAIN, or HELD_OUT in an input whose split, in `splits`, is held_out. `dropped`
-    [documents] holds PERPLEXITY or CONTAMINATED for documents that other steps drop, else TRAIN. `prompts` [documents,
-    2] are hashes of what training and held-out documents may not share; None: of the whole texts. Writes files into
-    table.directory, if set, which table.remove() deletes.
+    [documents] holds PERPLEXITY or CONTAMINATED for documents that other steps drop, else TRAIN; `prompts` is as for
+    decide(). Writes files into table.directory, if set, which table.remove() deletes.
     """
     decision = np.full(len(table.source), TRAIN, dtype=np.uint8) if dropped is None else dropped.copy()
     is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)
-    for here in blocks(len(decision)):
+    for here in slices(len(decision)):
         decision[here][(decision[here] == TRAIN) & is_world[table.source[here]]] = HELD_OUT
         decision[here][table.characters[here] < max(1, settings.min_characters)] = TOO_SHORT
     equal = equal_texts(table.hash, table.directory)
@@ -146,7 +162,7 @@ def settle(
         _drop_repeats(equal, decision, table.directory)
     together = equal if prompts is None else equal_texts(prompts)
     of_world = _mark_groups(together, decision == HELD_OUT)
-    for here in blocks(len(decision)):
+    for here in slices(len(decision)):
         alike = of_world[together[here]] & ~is_world[table.source[here]] & np.isin(decision[here], (TRAIN, DUPLICATE))
         decision[here][alike] = EQUALS_HELD_OUT
     return decision
@@ -184,7 +200,7 @@ def hold_out(
             decision[here[np.argsort(hashes[here, 0], kind="stable")][: settings.held_out_documents]] = HELD_OUT
     # Without dedup, one source's held-out document may stand in another source; a prompt may in any case.
     marked = _mark_groups(together, (decision == HELD_OUT) | (decision == RESERVED))
-    for block in blocks(len(decision)):
+    for block in slices(len(decision)):
         decision[block][(decision[block] == TRAIN) & marked[together[block]]] = EQUALS_HELD_OUT
     return decision
 
@@ -196,7 +212,7 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
     in sources of split "share" that is at least one, but never all; none if there is a single value. With
     held_out_from, these are documents of that day or later. `splits` has the split of each input.
     """
-    if table.group is None or table.day is None:
+    if table.group is None or table.day is None:  # both come from documents.SIDES
         return None
     apart = np.zeros(len(table.source), dtype=np.bool_)
     if settings.held_out_from:
@@ -211,12 +227,12 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
 def equal_texts(hashes: npt.NDArray[np.uint64], directory: Path | None = None) -> npt.NDArray[Any]:
     """Return for each document the index of the first document with the same hash: label_type [documents].
 
-    `hashes` is [documents, 2]. Above 2**21 documents they are sorted in parts of about as many. With a directory the
-    result is mapped from a file there, and the parts are files meanwhile.
+    `hashes` is [documents, 2]. They are sorted in parts of about 2**21. With a directory the result is mapped from a
+    file there, and the parts are files meanwhile.
     """
     count = len(hashes)
     first = new_array(directory, "equal", (count,), label_type(count))
-    parts = max(1, -(-count // (2 * workers.BLOCK)))
+    parts = max(1, -(-count // (2 * BLOCK)))
     for number, at in _split_by_hash(hashes, parts, directory):
         order = np.lexsort((number, at[:, 1], at[:, 0]))
         number, at = number[order], at[order]
@@ -241,7 +257,7 @@ def _split_by_hash(
         return
     paths = [directory / f"hashes-{part}.tmp" for part in range(parts)]
     limits = np.array([part * 2**64 // parts for part in range(1, parts)], dtype=np.uint64)
-    for block in blocks(len(hashes)):
+    for block in slices(len(hashes)):
         row = np.column_stack((hashes[block], np.arange(block.start, block.stop, dtype=np.uint64)))
         row = row[np.argsort(row[:, 0])]
         for path, piece in zip(paths, np.split(row, np.searchsorted(row[:, 0], limits)), strict=True):
@@ -253,34 +269,20 @@ def _split_by_hash(
         yield row[:, 2].astype(np.int64), row[:, :2]
 
 
-def write_decisions(directory: Path, decision: Decisions) -> None:
-    """Write decisions.npy into directory: one byte per document, in the documents' order."""
-    np.save(directory / "decisions.npy", decision)
-
-
 SourceCounts = dict[str, dict[str, int]]  # {source: {reason or what: number}}
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The manifest of the selection step: counts by source and in all."""
-
-    sources: SourceCounts
-    total: dict[str, int]
-
-
 class Selection:
-    """A finished selection step."""
+    """A finished selection step, with the counts of its manifest."""
 
     def __init__(self, step: Step) -> None:
-        """Take the counts from the step's manifest; read no file."""
         self.path, self.key = step.path, step.key
-        self.counts = Counts(step.manifest["sources"], step.manifest["total"])
+        self.sources: SourceCounts = step.manifest["sources"]
+        self.total: dict[str, int] = step.manifest["total"]
         self.leak: dict[str, int] = step.manifest.get("leak", {})  # near.count_leak
-        self.total = self.counts.total
 
     def decisions(self) -> Decisions:
-        """Return the code of each document, from decisions.npy."""
+        """Return the code of each document, uint8 [documents], from decisions.npy."""
         decision: Decisions = np.load(self.path / "decisions.npy")
         return decision
 
@@ -290,7 +292,7 @@ def count_decisions(table: Table, decision: Decisions, inputs: Sequence[document
 
     `cleaned` counts rows dropped by cleaning, `bytes` the text of the training documents.
     """
-    counts: dict[str, dict[str, int]] = {}
+    counts: SourceCounts = {}
     for number, item in enumerate(inputs):
         here = table.rows_of(number)
         row = counts.setdefault(item.source, dict.fromkeys((*_READ, *NAMES, "bytes", "held_out_bytes"), 0))
@@ -299,7 +301,7 @@ def count_decisions(table: Table, decision: Decisions, inputs: Sequence[document
         row["cleaned"] += sum(item.dropped.values())
         for code, name in enumerate(NAMES):
             row[name] += int(np.count_nonzero(decision[here] == code))
-        for block in blocks(here.stop, here.start):
+        for block in slices(here.stop, here.start):
             row["bytes"] += int(table.text_bytes[block][decision[block] == TRAIN].sum())
             row["held_out_bytes"] += int(table.text_bytes[block][decision[block] == HELD_OUT].sum())
     return counts
@@ -324,7 +326,7 @@ def find_empty_sources(counts: Mapping[str, Mapping[str, int]], entries: Mapping
     return empty
 
 
-def total_counts(counts: dict[str, dict[str, int]]) -> dict[str, int]:
+def total_counts(counts: SourceCounts) -> dict[str, int]:
     """Return {name: sum over all sources} of the counts; there must be at least one source."""
     rows = list(counts.values())
     return {name: sum(row[name] for row in rows) for name in rows[0]}
@@ -338,10 +340,10 @@ def _drop_repeats(group: npt.NDArray[Any], decision: Decisions, directory: Path 
     """
     stays = new_array(directory, "stays", group.shape, group.dtype)
     for wanted in (TRAIN, HELD_OUT):
-        for here in reversed(blocks(len(group))):  # the last one written is the first
+        for here in reversed(slices(len(group))):  # the last one written is the first
             chosen = np.flatnonzero(decision[here] == wanted)[::-1] + here.start
             stays[group[chosen]] = chosen
-    for here in blocks(len(group)):
+    for here in slices(len(group)):
         repeats = stays[group[here]] != np.arange(here.start, here.stop)
         decision[here][repeats & (decision[here] <= HELD_OUT)] = DUPLICATE
 
@@ -349,7 +351,7 @@ def _drop_repeats(group: npt.NDArray[Any], decision: Decisions, directory: Path 
 def _mark_groups(group: npt.NDArray[Any], chosen: Bools) -> Bools:
     """Return for each group, at the index of its first document, whether a document of it is `chosen`."""
     groups = np.zeros(len(group), dtype=np.bool_)
-    for here in blocks(len(group)):
+    for here in slices(len(group)):
         groups[group[here][chosen[here]]] = True
     return groups
 
@@ -382,7 +384,7 @@ def _hashes_of(
     decision: Decisions, hashes: npt.NDArray[np.uint64], rows: slice
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]]:
     """Yield (indexes, first hashes) of the TRAIN documents among `rows`, in blocks that have at least one."""
-    for here in blocks(rows.stop, rows.start):
+    for here in slices(rows.stop, rows.start):
         number = np.flatnonzero(decision[here] == TRAIN) + here.start
         if len(number):
             yield number, hashes[number, 0]
@@ -396,10 +398,10 @@ def _limit(settings: Data) -> np.uint64:
 def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64], settings: Data) -> Decisions:
     """Return TRAIN, HELD_OUT or RESERVED for each document of a source, in order.
 
-    `texts` is equal for equal documents. `hashes` [documents] is of the part (text or prompt) that held-out and
-    training documents may not share. Documents with hashes in the lowest held_out_fraction are kept out of training; if
-    there are two different hashes, at least one and never all. Of these, at most held_out_documents with the lowest
-    hashes are HELD_OUT, the others RESERVED. Of equal documents the first is HELD_OUT and the others stay TRAIN.
+    `texts` is equal for equal documents, `hashes` for those with the same text or prompt, which held-out and training
+    documents may not share. The lowest held_out_fraction of hashes is kept out of training: of two different ones or
+    more at least one and never all. Of these, at most held_out_documents with the lowest hashes are HELD_OUT, the
+    others RESERVED. Of equal documents the first is HELD_OUT and the others stay TRAIN.
     """
     decision = np.full(len(hashes), TRAIN, dtype=np.uint8)
     lowest, place = np.unique(hashes, return_inverse=True)
@@ -420,11 +422,12 @@ def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64],
 
 
 def write_description(
-    directory: Path, entries: Sequence[ShardEntry], inputs: Sequence[documents.InputRead], counts: Counts
+    directory: Path, entries: Sequence[ShardEntry], inputs: Sequence[documents.InputRead], sources: SourceCounts
 ) -> None:
-    """Write documents.json (counts, files, lengths, drop reasons, values by source) beside the shards `entries`."""
+    """Write documents.json beside the shards `entries`: the counts `sources`, their sums, files, lengths and values."""
     about = {
-        **asdict(counts),
+        "sources": sources,
+        "total": total_counts(sources),
         "files": [file for item in inputs for file in item.files],
         "pinned": {item.source: item.pinned for item in inputs if item.pinned},
         "lengths": {source: asdict(lengths) for source, lengths in measure_lengths(directory, entries)},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from finlm.corpus.documents import Documents
 from finlm.corpus.read import parsing, readers, sources
 from finlm.corpus.read.sources import Input, Split
 from finlm.corpus.selection import Selection
-from finlm.corpus.workers import Context, list_repeats
+from finlm.corpus.workers import Context
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_data import Source, Synthetic
@@ -272,7 +272,7 @@ def find_near_duplicates(
         table.remove()
         compared = near.write_likes(context, directory, read.chunks, states)
         like = np.load(directory / "like.npy", mmap_mode="r")
-        return {"compared": compared, "duplicates": sum(len(repeats) for repeats, _ in list_repeats(like))}
+        return {"compared": compared, "duplicates": sum(len(repeats) for repeats, _ in selection.list_repeats(like))}
 
     depends_on = {
         "version": [near.VERSION, contamination.FACTS_VERSION, ngrams.SIGNATURE_VERSION],
@@ -324,10 +324,10 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         decision = selection.hold_out(table, splits, context.data, settle(table), like)
         counts = selection.count_decisions(table, decision, read.inputs)
         table.remove()
-        selection.write_decisions(directory, decision)
+        np.save(directory / "decisions.npy", decision)
         _write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
         leak = {"leak": near.count_leak(context, directory, read, decision)} if sides else {}
-        return asdict(selection.Counts(counts, selection.total_counts(counts))) | leak
+        return {"sources": counts, "total": selection.total_counts(counts), **leak}
 
     depends_on = {
         "version": selection.VERSION,
@@ -342,7 +342,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
     chosen = Selection(step)
     _say_selection(context, step, chosen, sides)
     if context.cache.build:
-        empty = selection.find_empty_sources(chosen.counts.sources, {item.source: item.entry for item in inputs})
+        empty = selection.find_empty_sources(chosen.sources, {item.source: item.entry for item in inputs})
         if empty:
             context.say(step, f"nothing to train on in {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}")
     return chosen

@@ -1,9 +1,9 @@
-"""Run work in worker processes, as many as this machine can really hold, with results in the order of their tasks.
+"""Run work in worker processes, as many as this machine can hold, and return results in the order of their tasks.
 
 The number asked for is bounded by the cores this process may use (affinity and cgroup), memory (1 GiB stays free, half
-a GiB per worker) and open files; the limit that binds is printed. Of that memory two workers took 454 MiB in all on 1
-GB of text; a document of 100 MB takes a worker up to 3.8 GB, which no limit knows. Spawned, never forked: a fork copies
-locks that other threads hold. Starting a worker costs 0.2 s, so one worker means none: the work runs in this process.
+a GiB per worker) and open files; the limit that binds is printed. Two workers took 454 MiB in all on 1 GB of text; a
+document of 100 MB takes a worker up to 3.8 GB, which no limit knows. Starting a worker costs 0.2 s, so one worker means
+none: the work runs in this process.
 
 A Context gives every step of `finlm prepare` the recipe, the cache and an Engine: these processes, or Ray's on other
 hosts (ray_engine.py). Tasks are taken one by one with a few in flight, so memory does not grow with their number. Here
@@ -22,7 +22,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ from finlm.recipe.schema import Recipe
 Arrays = dict[str, npt.NDArray[Any]]
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-Made = TypeVar("Made", covariant=True)
+# Hands a worker the call function(task), and returns what to call to wait for its result.
+Submit = Callable[[Callable[[Any], Any], Any], Callable[[], Any]]
 
 _GIB = 2**30
 _FILES_PER_WORKER = 4  # its pipes and sentinel; the parent holds three of them, and a spawn opens two more for a moment
@@ -67,12 +68,12 @@ def limits(asked: int) -> dict[str, int]:
     """
     cores = available_cores()
     free = units.available_bytes()
-    open_files = _allow_open_files(_FILES_IN_RESERVE + _count_open_files() + _FILES_PER_WORKER * min(asked, cores))
+    used = _FILES_IN_RESERVE + len(os.listdir("/proc/self/fd"))
+    allowed = _allow_open_files(used + _FILES_PER_WORKER * min(asked, cores))
     return {
         f"this process may use {cores} core{'s' * (cores != 1)}": cores,
         f"{units.format_bytes(free)} of memory are available": int((free - _GIB) // (_GIB // 2)),
-        f"this process may open {open_files:,} files": (open_files - _FILES_IN_RESERVE - _count_open_files())
-        // _FILES_PER_WORKER,
+        f"this process may open {allowed:,} files": (allowed - used) // _FILES_PER_WORKER,
     }
 
 
@@ -80,26 +81,25 @@ def available_cores() -> int:
     """Return how many cores this process may use: its affinity and the cgroup's CPU quota, rounded down, at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     for directory in _cgroups():
-        quota = _read_words(directory / "cpu.max") or [
-            *_read_words(directory / "cpu.cfs_quota_us"),
-            *_read_words(directory / "cpu.cfs_period_us"),
-        ]
+        version_1 = [_read_text(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota = (_read_text(directory / "cpu.max") or " ".join(version_1)).split()
         if len(quota) == 2 and quota[0].isdigit():  # "max" or -1 = no quota
             cores = min(cores, int(quota[0]) / int(quota[1]))
     return max(1, int(cores))
 
 
 @contextmanager
-def open_pool(count: int) -> Iterator[Executor | None]:
-    """Yield a pool of `count` spawned processes, shut down after the block; yield None for 1, which needs no process.
+def open_pool(count: int) -> Iterator[Submit | None]:
+    """Start `count` processes for the block and yield the function that gives them tasks; yield None for 1.
 
-    With 1, lets this process keep memory that it frees. Raises UserError if workers cannot be started or one is killed.
+    With 1, starts no process and lets this one keep memory that it frees. Raises UserError if workers cannot be started
+    or one is killed.
     """
     if count == 1:
         _keep_freed_memory()
         yield None
         return
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
     try:
         executor = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare_worker)
     except OSError as error:  # its semaphores are files there
@@ -108,8 +108,16 @@ def open_pool(count: int) -> Iterator[Executor | None]:
             evidence=str(error),
             fix="mount it (docker run --shm-size=1g), or set data.num_proc to 1, which needs none",
         ) from None
+
+    def submit(function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
+        """Give a process the call function(task); BrokenProcessPool if one died, even while others started."""
+        try:
+            return executor.submit(function, task).result
+        except OSError as error:  # its pipe is closed
+            raise BrokenProcessPool(str(error)) from None
+
     try:
-        yield executor
+        yield submit
     except BrokenProcessPool as error:
         raise UserError(
             "a worker process was killed",
@@ -120,44 +128,22 @@ def open_pool(count: int) -> Iterator[Executor | None]:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-class Pending(Protocol[Made]):
-    """A task that was submitted, such as a Future."""
-
-    def result(self) -> Made:
-        """Wait for the task and return its result, or raise its exception."""
-
-
-class Pool(Protocol):
-    """Workers that take tasks, such as an Executor."""
-
-    def submit(self, function: Callable[[Task], Result], task: Task, /) -> Pending[Result]:
-        """Have a worker call function(task), and return the Pending to wait for."""
-
-
 def map_in_order(
-    executor: Pool | None, count: int, function: Callable[[Task], Result], tasks: Iterable[Task]
+    submit: Submit | None, count: int, function: Callable[[Task], Result], tasks: Iterable[Task]
 ) -> Iterator[Result]:
-    """Yield function(task) for every task in order, at most count + 2 in flight; in this process if executor is None.
+    """Yield function(task) for every task in order, at most count + 2 in flight; in this process if submit is None.
 
     Raises what a task raises, and BrokenProcessPool when a worker dies.
     """
-    if executor is None:
+    if submit is None:
         yield from map(function, tasks)
         return
     rest = iter(tasks)
-    waiting = deque(_submit(executor, function, task) for task in itertools.islice(rest, count + 2))
+    waiting = deque(submit(function, task) for task in itertools.islice(rest, count + 2))
     while waiting:
-        result = waiting.popleft().result()
-        waiting.extend(_submit(executor, function, task) for task in itertools.islice(rest, 1))
+        result = waiting.popleft()()
+        waiting.extend(submit(function, task) for task in itertools.islice(rest, 1))
         yield result
-
-
-def _submit(executor: Pool, function: Callable[[Task], Result], task: Task) -> Pending[Result]:
-    """Submit a task; return the Pending to wait for. BrokenProcessPool if a worker died, even while others started."""
-    try:
-        return executor.submit(function, task)
-    except OSError as error:  # its pipe is closed
-        raise BrokenProcessPool(str(error)) from None
 
 
 def _prepare_worker() -> None:
@@ -195,11 +181,6 @@ def _allow_open_files(wanted: int) -> int:
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
-def _count_open_files() -> int:
-    """Return how many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def _cgroups() -> list[Path]:
     """Return the existing directories of cgroup v1 and v2 that may limit this process, from its group up to root."""
     root = Path("/sys/fs/cgroup")
@@ -210,11 +191,6 @@ def _cgroups() -> list[Path]:
         group = top / path.lstrip("/")
         directories += [group, *[parent for parent in group.parents if parent.is_relative_to(top)]]
     return [directory for directory in dict.fromkeys([*directories, root]) if directory.is_dir()]
-
-
-def _read_words(path: Path) -> list[str]:
-    """Return the words of a file, split at white space; [] if it cannot be read."""
-    return _read_text(path).split()
 
 
 def _read_text(path: Path) -> str:
@@ -249,7 +225,6 @@ class LocalEngine:
     """Worker processes of this machine, at most `asked`. With is_shown, prints the limit that allows fewer."""
 
     def __init__(self, asked: int, *, is_shown: bool = False) -> None:
-        """Keep the number of workers asked for, and whether to print the limit; start nothing."""
         self._asked, self._is_shown = asked, is_shown
 
     @cached_property
@@ -277,18 +252,17 @@ class LocalEngine:
 
 @dataclass(frozen=True)
 class Kept(Generic[Task]):
-    """A task whose arrays go to a file of the cache."""
+    """A task whose arrays are stored in the file `path` of the cache."""
 
     function: Callable[[Task], Arrays]
     task: Task
     path: Path
 
     def __str__(self) -> str:
-        """Return the path of its file."""
         return str(self.path)
 
     def reads(self) -> tuple[Path, ...]:
-        """Return the files of the cache that the task reads."""
+        """Return the cache files that the task reads."""
         return files_read(self.task)
 
     def writes(self) -> tuple[Path, ...]:
@@ -328,15 +302,11 @@ def _compute_and_save(work: Kept[Task]) -> None:
 def load_kept(work: Kept[Task]) -> Arrays:
     """Return the arrays in a task's file; compute and save them first if the file is damaged or gone."""
     try:
-        return _load(work.path)
+        with np.load(work.path) as arrays:
+            return dict(arrays)
     except (BadZipFile, ValueError, OSError):
         _compute_and_save(work)
-        return _load(work.path)
-
-
-def _load(path: Path) -> Arrays:
-    """Read all arrays of an .npz file into memory."""
-    with np.load(path) as arrays:
+    with np.load(work.path) as arrays:
         return dict(arrays)
 
 
@@ -416,34 +386,3 @@ class Context:
         """Print `text` with the step's name on stderr; print nothing if the cache may not build."""
         if self.cache.build:
             screen.say(f"{step.manifest['step']}: {text}{' (reused)' if step.reused else ''}")
-
-
-BLOCK = 2**20  # documents whose values are worked on together, to save memory
-
-
-def new_array(directory: Path | None, name: str, shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
-    """Return an array of zeros: mapped from a new file <name>.column in the directory, or in memory without one."""
-    if directory is None or not shape[0]:
-        return np.zeros(shape, dtype=kind)
-    return np.memmap(directory / f"{name}.column", dtype=kind, mode="w+", shape=shape)
-
-
-def blocks(count: int, start: int = 0) -> list[slice]:
-    """Return slices of BLOCK indexes, in order, from start to count."""
-    return [slice(first, min(first + BLOCK, count)) for first in range(start, count, BLOCK)]
-
-
-def label_type(count: int) -> np.dtype[Any]:
-    """Return the type of the indexes of `count` documents: uint32 as long as it has all of them, then uint64."""
-    return np.dtype("<u4") if count <= 2**32 else np.dtype("<u8")
-
-
-def list_repeats(like: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield (documents that repeat another, the document that each repeats), for blocks of BLOCK documents.
-
-    `like` [documents] has the index of what a document repeats, else its own. A block may have no such documents.
-    """
-    for block in blocks(len(like)):
-        here = np.array(like[block], dtype=np.int64)
-        repeats = np.flatnonzero(here != np.arange(block.start, block.stop))
-        yield repeats + block.start, here[repeats]

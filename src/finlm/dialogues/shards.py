@@ -194,5 +194,4 @@ def write_description(directory: Path, tallies: Sequence[Tally], entries: Sequen
         InputRead(item.source, files=item.file_entries(), pinned=item.expected, dropped=tally.refused)
         for item, tally in ((tally.item, tally) for tally in tallies)
     ]
-    total = {name: sum(row[name] for row in sources.values()) for name in _COUNTED}
-    selection.write_description(directory, entries, inputs, selection.Counts(sources, total))
+    selection.write_description(directory, entries, inputs, sources)
