@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, ValidationError
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Strict, ValidationError
 from ruamel.yaml import YAML
 
 from finlm.base.errors import UserError
@@ -29,6 +29,9 @@ from finlm.recipe.schema_data import (
     Weights,
 )
 from finlm.recipe.schema_train import Chat, Dpo, Expect, Grpo, Incidents, Lora, Record, Reward, Sft
+
+
+Absolute = Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")]
 
 
 class Model(Section):
@@ -120,8 +123,8 @@ class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
     optimizer: Literal["adamw", "adam"] = Field("adamw", description="adamw decouples weight decay, adam does not.")
-    lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate.")
-    min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="Learning rate at the end.")
+    lr: PositiveFloat = Field(description="Peak learning rate.")
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Decay after warmup.")
     warmup_steps: Annotated[Int, Field(ge=0)] = Field(50, description="Steps of warmup.")
     warmup: Literal["linear", "log"] = Field(
@@ -133,21 +136,19 @@ class Optim(Section):
     decay_steps: Positive | None = Field(
         None, description="Steps the schedule is made for; absent = the steps of the run, which is almost always right."
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="Weight decay.")
-    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient norm limit; 0 = none.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay.")
+    clip: NonNegativeFloat = Field(1.0, description="Gradient norm limit; 0 = none.")
 
 
 class Fp16(Section):
     """Loss scaling; used only when the precision is fp16."""
 
-    loss_scale: Annotated[float, Field(ge=0)] = Field(0.0, description="Fixed loss scale; 0 = dynamic.")
+    loss_scale: NonNegativeFloat = Field(0.0, description="Fixed loss scale; 0 = dynamic.")
     initial_scale_power: Int = Field(16, description="The first loss scale is 2 to this power.")
     loss_scale_window: Positive = Field(1000, description="Steps without overflow before the scale doubles.")
     hysteresis: Positive = Field(2, description="Overflows tolerated before the scale halves.")
     consecutive_hysteresis: bool = Field(False, description="Refill the hysteresis after every good step.")
-    min_loss_scale: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="The run stops when the scale would fall below."
-    )
+    min_loss_scale: PositiveFloat = Field(1.0, description="The run stops when the scale would fall below.")
 
 
 class Zero(Section):
@@ -177,7 +178,7 @@ class Train(Section):
         "--set replaces the recipe's.",
     )
     tokens: Count | None = Field(None, description="Training tokens, e.g. 3.9M, instead of steps.")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
+    epochs: PositiveFloat | None = Field(
         None, description="Passes over the data, instead of steps; needs prepared data."
     )
     seed: Seed = Field(0, description="Seed of weights and data order.")
@@ -217,12 +218,12 @@ class Checkpoint(Section):
         description="1 = the machine that runs `train` copies the other hosts' parts of each checkpoint in the "
         "background, so that any other host may be lost with its disk. Not needed with a shared file system.",
     )
-    memory_minutes: Annotated[float, Field(gt=0)] | Auto | None = Field(
+    memory_minutes: PositiveFloat | Auto | None = Field(
         None,
         description="Minutes between checkpoints in host memory, besides those on disk. The newest is kept, each "
         "host's part in a neighbour's memory too. auto = from the measured stall and the failure rate; absent = none.",
     )
-    memory_directory: Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")] = Field(
+    memory_directory: Absolute = Field(
         "/dev/shm",
         description="Directory on a tmpfs of every host for checkpoints in memory; needs room for two, or four times "
         "a host's share with the neighbour's part.",
@@ -268,8 +269,8 @@ class Hardware(Section):
     """The cluster this recipe was written for; `plan` uses it by default."""
 
     hosts: Annotated[tuple[HardwareHost, ...], Strict(False), Field(min_length=1)] = Field(description="Hosts.")
-    network_gbit: Annotated[float, Field(gt=0)] = Field(10.0, description="Speed of the link between hosts.")
-    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+    network_gbit: PositiveFloat = Field(10.0, description="Speed of the link between hosts.")
+    price_per_gpu_hour: NonNegativeFloat | None = Field(
         None, description="Price of one GPU-hour in your currency; `plan` then prints the cost of the run."
     )
 
@@ -281,7 +282,6 @@ def _write_number(value: Any) -> Any:
 
 Text = Annotated[str, BeforeValidator(_write_number), Field(pattern=r"^[^\r\n\x00]*$")]
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Text]
-Absolute = Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
@@ -310,10 +310,10 @@ class Launch(Section):
     master_port: Annotated[int, Field(gt=0, lt=65536)] | Auto = Field(
         "auto", description="TCP port of the rendezvous on the first host; auto = a free one."
     )
-    start_minutes: Annotated[float, Field(gt=0)] = Field(
+    start_minutes: PositiveFloat = Field(
         60.0, description="End the run if the first step takes longer than this, with loading and compiling."
     )
-    stall_minutes: Annotated[float, Field(gt=0)] = Field(
+    stall_minutes: PositiveFloat = Field(
         30.0, description="End the run after this time without a finished step, evaluation or checkpoint."
     )
     outage_seconds: Annotated[float, Field(ge=10)] = Field(
@@ -321,7 +321,7 @@ class Launch(Section):
         description="Time without a message after which a host counts as lost, and its ranks end themselves. TCP may "
         "notice the end of an outage late: with 60 an outage of 25 seconds passes, with 150 one of 60.",
     )
-    grace_seconds: Annotated[float, Field(ge=0)] = Field(
+    grace_seconds: NonNegativeFloat = Field(
         60.0, description="Time that ranks get after SIGTERM or SIGINT to finish their step and write a checkpoint."
     )
     restarts: Annotated[Int, Field(ge=0)] = Field(
@@ -330,7 +330,7 @@ class Launch(Section):
         "restart if the logs show a cause that would recur, or if the same step fails twice. A host that is lost or "
         "fails twice is replaced by a spare of the hostfile, or the run continues without it.",
     )
-    restart_wait_seconds: Annotated[float, Field(ge=0)] = Field(
+    restart_wait_seconds: NonNegativeFloat = Field(
         15.0,
         description="Wait before the first restart; it doubles each time, up to 10 minutes. Also the interval at "
         "which a lost host is asked whether it is back.",

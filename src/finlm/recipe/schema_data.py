@@ -10,7 +10,7 @@ import codecs
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, Strict
 
 from finlm.base.units import parse_bytes, parse_count
 
@@ -71,7 +71,7 @@ class Perplexity(Section):
     max_perplexity: Annotated[float, Field(gt=1)] | Auto = Field(
         "auto", description="Perplexity per character above which a document is dropped; auto: see sigmas."
     )
-    sigmas: Annotated[float, Field(gt=0)] = Field(
+    sigmas: PositiveFloat = Field(
         4.0, description="auto: standard deviations of log perplexity above the mean of the clean set's held-out part."
     )
 
@@ -219,7 +219,7 @@ def _stages(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-Weights = dict[str, Annotated[float, Field(ge=0)]]
+Weights = dict[str, NonNegativeFloat]
 
 
 class Stage(Section):
@@ -316,7 +316,6 @@ class Data(Section):
 
 # No user:password@, which would be written to every place that the recipe is.
 Url = Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$")]
-Price = Annotated[float, Field(ge=0)]
 
 
 class SelfQA(Section):
@@ -347,12 +346,10 @@ class SelfQA(Section):
     seed: Seed = Field(0, description="Seed for drawing documents and passages.")
     concurrency: Positive = Field(8, description="Concurrent requests; 1 for a local model.")
     requests_per_minute: Positive | None = Field(None, description="Maximum requests started per minute.")
-    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="Seconds without data after which a request fails."
-    )
+    timeout_seconds: PositiveFloat = Field(120.0, description="Seconds without data after which a request fails.")
     attempts: Positive = Field(6, description="Attempts per request after 429, 5xx, a timeout or an invalid answer.")
-    input_price: Price = Field(0.0, description="Price per million prompt tokens.")
-    output_price: Price = Field(0.0, description="Price per million generated tokens.")
-    max_cost: Annotated[float, Field(gt=0)] | None = Field(
+    input_price: NonNegativeFloat = Field(0.0, description="Price per million prompt tokens.")
+    output_price: NonNegativeFloat = Field(0.0, description="Price per million generated tokens.")
+    max_cost: PositiveFloat | None = Field(
         None, description="Cost over all runs of this output at which no further document is started."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Strict
 
 from finlm.recipe.schema_data import Auto, Fraction, Int, Positive, Section
 
@@ -85,13 +85,10 @@ class Lora(Section):
     )
 
 
-Coefficient = Annotated[float, Field(ge=0)]
-
-
 class Dpo(Section):
     """Direct preference optimization (arXiv 2305.18290), or ORPO (arXiv 2403.07691)."""
 
-    beta: Annotated[float, Field(gt=0)] = Field(
+    beta: PositiveFloat = Field(
         0.1, description="Strength of the KL penalty towards the start model; for orpo, the weight of the odds ratio."
     )
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sigmoid_norm", "orpo"] = Field(
@@ -107,10 +104,10 @@ class Dpo(Section):
 class Reward(Section):
     """A reward model: the start model with a linear head on the last token, trained by the Bradley-Terry loss."""
 
-    margin: Coefficient = Field(
+    margin: NonNegativeFloat = Field(
         0.0, description="Margin by which the chosen answer should score higher; XuanYuan-6B used 0.5."
     )
-    center: Coefficient = Field(
+    center: NonNegativeFloat = Field(
         0.0, description="Weight of the squared sum of a pair's rewards, a penalty that keeps rewards around 0."
     )
 
@@ -118,7 +115,7 @@ class Reward(Section):
 class Spike(Section):
     """A loss far above recent losses."""
 
-    z_score: Annotated[float, Field(gt=0)] = Field(
+    z_score: PositiveFloat = Field(
         8.0,
         description="Deviations above the median from which a loss is a spike; a deviation is 1.4826 MAD, at least 1 "
         "% of the median.",
@@ -163,7 +160,7 @@ class Rollouts(Section):
         0.1, description="Ratio of entropy to the first steps' below which an incident is recorded."
     )
     repetition: Fraction = Field(0.3, description="Share of repeated text above which an incident is recorded.")
-    mismatch: Annotated[float, Field(gt=0)] = Field(
+    mismatch: PositiveFloat = Field(
         0.1,
         description="Mean difference between the log-probabilities of rollout and trainer above which an incident is "
         "recorded, in nats per token.",
@@ -254,10 +251,10 @@ class Expect(Section):
     suites: dict[str, Share] = Field(
         default_factory=dict, description="Share of correct answers after training, over all questions, by suite."
     )
-    suite_tolerance: Annotated[float, Field(ge=0)] = Field(
+    suite_tolerance: NonNegativeFloat = Field(
         0.03, description="Allowed difference of a share (suites, accuracy) given as a single number."
     )
-    tolerance: Annotated[float, Field(ge=0)] = Field(
+    tolerance: NonNegativeFloat = Field(
         0.02, description="Allowed difference of a loss or reward given as a single number."
     )
     toy: Losses = Field(
@@ -338,8 +335,8 @@ class Ppo(Section):
 
     gamma: Fraction = Field(1.0, description="Discount factor of rewards.")
     gae_lambda: Fraction = Field(0.95, description="Lambda of generalized advantage estimation; 1 = rewards only.")
-    value_weight: Coefficient = Field(0.1, description="Weight of the value head's loss.")
-    value_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Clip of a value's change in an update.")
+    value_weight: NonNegativeFloat = Field(0.1, description="Weight of the value head's loss.")
+    value_clip: PositiveFloat = Field(0.2, description="Clip of a value's change in an update.")
 
 
 class Grpo(Section):
@@ -365,14 +362,14 @@ class Grpo(Section):
     server: str | None = Field(None, description="Address of the server of engine vllm-server, http://HOST:PORT.")
     generations: Annotated[Int, Field(ge=2)] = Field(8, description="Answers per prompt.")
     max_new_tokens: Positive = Field(64, description="Maximum tokens of an answer.")
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling.")
     held_out_answers: Annotated[Int, Field(ge=0)] = Field(
         1,
         description="Answers sampled for each held-out prompt, besides the greedy one. `rise` is how much more reward "
         "they earn than before the first step. 0 = none.",
     )
-    beta: Coefficient = Field(
+    beta: NonNegativeFloat = Field(
         0.0,
         description="Weight of the KL divergence from the start model (with ppo, in the reward of each token); above "
         "0 a second copy of the model is held.",
@@ -380,11 +377,11 @@ class Grpo(Section):
     epsilon: Annotated[Fraction, Field(gt=0)] = Field(
         0.2, description="Clip of the probability ratio; the GSPO paper uses 0.0003."
     )
-    epsilon_high: Annotated[float, Field(gt=0)] | None = Field(
+    epsilon_high: PositiveFloat | None = Field(
         None, description="Upper clip of the ratio; absent = epsilon. The DAPO paper uses 0.28, the GSPO paper 0.0004."
     )
     iterations: Positive = Field(1, description="Optimizer steps per set of answers.")
-    importance_cap: Coefficient = Field(
+    importance_cap: NonNegativeFloat = Field(
         2.0,
         description="Cap of the importance weight that corrects for differences between generator and trainer "
         "(truncated importance sampling); 0 = no correction.",
