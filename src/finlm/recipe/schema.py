@@ -30,7 +30,6 @@ from finlm.recipe.schema_data import (
 )
 from finlm.recipe.schema_train import Chat, Dpo, Expect, Grpo, Incidents, Lora, Record, Reward, Sft
 
-
 Absolute = Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")]
 
 
