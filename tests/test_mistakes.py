@@ -249,6 +249,7 @@ ROWS: list[tuple[str, str]] = [
     # Models
     (f"train {Q} --set model.init_from=models/gone", "there is no model in models/gone"),
     (f"train {SFT} --set model.init_from=gone", "there is no model in gone"),
+    (f"plan {Q} --set model.init_from=a/b/c --set model.revision=main", "there is no model in a/b/c"),
     (f"train {SFT} --set model.init_from=judge", "is not a model that finlm trains"),
     (f"train {SFT} --set chat.template=chatmll", "chat.template: there is no template chatmll"),
     (f"train {Q} --continue", "there is no finished run of quickstart to continue"),

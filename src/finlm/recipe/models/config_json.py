@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from finlm.base import files
@@ -53,15 +53,24 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:
     """Return the path of config.json of a model directory or of a Hub model fetched before; None without it.
 
-    Asks no network. Raises ValueError for an impossible Hub id with a revision.
+    Asks no network. Raises UserError for an impossible Hub id with a revision.
     """
     path = Path(init_from) / "config.json"
     if path.is_file() or revision is None:
         return path if path.is_file() else None
     from huggingface_hub import try_to_load_from_cache  # a quarter of a second that only Hub ids need
 
-    cached = try_to_load_from_cache(init_from, "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(init_from, "config.json", revision=revision)
+    except ValueError as error:  # the id is none
+        raise _no_model(init_from, str(error)) from None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def _no_model(init_from: str, evidence: str) -> UserError:
+    """Return the error, not raised, that model.init_from names no model."""
+    fix = "give a directory with config.json, runs/RUN, a recipe (*.yaml), or a Hub model with model.revision"
+    return UserError(f"model.init_from: there is no model in {init_from}", evidence=evidence, fix=fix)
 
 
 def config_path(init_from: str, revision: str | None) -> Path:
@@ -70,15 +79,10 @@ def config_path(init_from: str, revision: str | None) -> Path:
     if path.is_file():
         return path
     if revision is None:
-        raise UserError(
-            f"model.init_from: there is no model in {init_from}",
-            evidence=f"no {path}",
-            fix="give a directory with config.json, runs/RUN, a recipe (*.yaml), or a Hub model with model.revision",
-        )
+        raise _no_model(init_from, f"no {path}")
     # A commit never changes: what was fetched of it needs no network, and no look at whether there is one.
-    with suppress(ValueError):  # the id is none; told below
-        if _COMMIT.fullmatch(revision) and (cached := cached_config_path(init_from, revision)) is not None:
-            return cached
+    if _COMMIT.fullmatch(revision) and (cached := cached_config_path(init_from, revision)) is not None:
+        return cached
     from huggingface_hub import hf_hub_download  # a quarter of a second that only Hub ids need
 
     problem = f"model.init_from: cannot fetch config.json of {init_from}"
