@@ -317,6 +317,8 @@ def test_a_run_that_is_asked_to_be_shorter_than_its_warmup_gets_a_shorter_one_an
         )
         assert loaded.origins["optim.warmup_steps"] == "a tenth of the run, instead of 10"
     assert load(MINIMAL, "train.steps=60").said == () and load(MINIMAL).recipe.optim.warmup_steps == 10
+    unwritten = load(MINIMAL.replace("  warmup_steps: 10\n", ""), "train.steps=20")
+    assert unwritten.recipe.optim.warmup_steps == 2 and len(unwritten.said) == 1
     for overrides in (("train.steps=8", "optim.warmup_steps=9"), ("train.steps=2",)):
         assert "optim.warmup_steps" in mistakes_of(MINIMAL, *overrides)[1]
     assert "10 is not less than the 8 steps" in mistakes_of(MINIMAL.replace("100", "8"))[1], (
