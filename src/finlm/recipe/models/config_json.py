@@ -62,8 +62,8 @@ def cached_config_path(init_from: str, revision: str | None) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(init_from, "config.json", revision=revision)
-    except ValueError as error:  # the id is none
-        raise _no_model(init_from, str(error)) from None
+    except ValueError:
+        raise _no_model(init_from, "neither a directory here nor an id of the Hub") from None
     return Path(cached) if isinstance(cached, str) else None
 
 
