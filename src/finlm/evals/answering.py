@@ -2,8 +2,7 @@
 
 Every answer is a line of a JSON-lines file under a key of the model (weights, tokenizer, precision), the prompt as the
 model sees it, and the settings. What has a line is not asked again, so that a killed evaluation goes on where it
-stopped. Decoding is greedy. A written answer that gives no letter counts as wrong and is reported as unanswered; the
-reference draws a random letter for it, unseeded.
+stopped. Decoding is greedy. A written answer that gives no letter counts as wrong.
 
 Likelihoods of letters: the examples that all questions of a subject begin with are computed once, and so is what the
 letters' token sequences have in common: one forward pass a question instead of four. Of options in full every token

@@ -1,13 +1,10 @@
 """Run `finlm attempt RECIPE`: several answers to each prompt of a GRPO recipe: pass@k, maj@k, and the best as SFT data.
 
 An attempt is right when the recipe's own rules say so, the first that applies to the prompt. pass@k is the unbiased
-estimate of arXiv 2107.03374 from all attempts; maj@k is the answer that most of the first k name, ties to the earlier
-answer. Intervals are bootstraps over prompts. Answers are stored as they come, so that a killed command continues; what
-is drawn depends on (seed, prompt, attempt) alone, but for rounding. Without a model on this machine the one behind
-self_qa.endpoint is asked: its chains of thought, checked, are data to distil from.
-
-For each prompt with a right attempt that is whole, the one with the highest reward is written (rejection sampling);
-every other prompt is counted by its reason, and so is every attempt that is none: cut off, empty, refused, no answer.
+estimate of arXiv 2107.03374 from all attempts; maj@k is the answer that most of the first k name. Answers are stored as
+they come, so that a killed command continues; what is drawn depends on (seed, prompt, attempt) alone, but for rounding.
+Without a model on this machine the one behind self_qa.endpoint is asked: its chains of thought, checked, are data to
+distil from. Of each prompt's right and whole attempts the one with the highest reward is written (rejection sampling).
 """
 
 from __future__ import annotations
@@ -156,10 +153,7 @@ class Graded:
 
 
 def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict[int, Estimate]]:
-    """Return (pass@k, maj@k), each {k: Estimate}, for k of 1, 2, 4, ... and all attempts.
-
-    `graded` has equally many attempts for each prompt. Raises IndexError without prompts.
-    """
+    """Return (pass@k, maj@k), {k: Estimate} for k of 1, 2, 4, ..., all; `graded` has equally many attempts a prompt."""
     count = len(graded[0])
     sizes = sorted({*(2**power for power in range(count.bit_length()) if 2**power <= count), count})
     right = [sum(attempt.is_right for attempt in attempts) for attempts in graded]
@@ -390,10 +384,7 @@ def _read_conclusion(rule: str, question: str, answer: str) -> Hashable | None:
 def write_best(
     path: Path, prompts: Sequence[Prompt], attempts: Sequence[Sequence[Attempt]], graded: Sequence[Sequence[Graded]]
 ) -> Counter[str]:
-    """Write each prompt's right attempt of highest reward as a JSON line of messages; return counts by outcome.
-
-    Replaces `path`. Attempts with a fault are not written but counted.
-    """
+    """Write each prompt's right attempt of highest reward as a row of messages to `path`; return counts by outcome."""
     counts: Counter[str] = Counter()
     lines = []
     for prompt, tries, grades in zip(prompts, attempts, graded, strict=True):

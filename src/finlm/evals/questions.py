@@ -284,10 +284,7 @@ def decided_letter(text: str) -> str | None:
 
 
 def extract_letter(text: str, options: Sequence[str]) -> str | None:
-    """Return the letter of a whole answer: named, or of the only one of its four options that it quotes; else None.
-
-    Raises ValueError when no letter is named and there are not four options.
-    """
+    """Return the letter that a whole answer names, or of the only one of four options that it quotes; else None."""
     letter = scoring.find_named_letter(text, LETTERS)
     if letter:
         return letter

@@ -407,12 +407,10 @@ def _bleu(pairs: Sequence[tuple[str, str]]) -> tuple[float, Interval]:
 
 
 def rouge_l(right: str, answer: str) -> float:
-    """Return ROUGE-L's F of an answer over words of jieba; an empty answer counts as the word None, as in CFLUE's code.
-
-    The recursion limit is 100,000 while it computes.
-    """
+    """Return ROUGE-L's F over words of jieba; raises the recursion limit meanwhile."""
     from rouge import Rouge
 
+    # An empty answer counts as the word None, as in CFLUE's code.
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(100_000)  # it walks the longest common subsequence by calls
     try:

@@ -1,14 +1,11 @@
 """Chat with a model in the terminal, its answers shown as they are written: `finlm chat`.
 
-Lines come from a terminal or a pipe, answers go to stdout, everything else to stderr: `finlm chat RUN < questions.txt`
-gives one answer a question. Ctrl-C ends an answer, of which the written part stays in the conversation; at the prompt,
-Ctrl-C twice or Ctrl-D ends the chat. Control characters of the model cannot reach the terminal.
-
-Tools go into the template; a call is shown as the model writes it, and the line "/tool TEXT" is the tool's answer.
+`finlm chat RUN < questions.txt` gives one answer a question. Ctrl-C ends an answer, of which the written part stays in
+the conversation; at the prompt, Ctrl-C twice or Ctrl-D ends the chat. Tools go into the template; a call is shown as
+the model writes it, and the line "/tool TEXT" is the tool's answer.
 
 Keys and values of the conversation are kept between turns, as far as the token ids begin alike. Sampling is temperature
-and nucleus (Holtzman et al. 2020). One conversation at a time, no batching: evals/answering.py batches. `finlm self-qa`
-uses LocalModel when the recipe names no endpoint; a server (vLLM, llama.cpp) is the way to many conversations.
+and nucleus (Holtzman et al. 2020). One conversation at a time: evals/answering.py batches.
 """
 
 from __future__ import annotations
@@ -101,10 +98,7 @@ def _read_line() -> str | None:
 def _print_answer(
     talker: Talker, messages: list[dict[str, str]], sampling: tuple[float, float], max_tokens: int
 ) -> str:
-    """Print an answer while it is written and return it; Ctrl-C ends it, and what was written is returned.
-
-    Says on stderr when an answer was cut off or interrupted. Raises UserError as Talker.stream().
-    """
+    """Print an answer while it is written and return it, or what there is at Ctrl-C. UserError as Talker.stream()."""
     shown, stream = "", talker.stream(messages, *sampling, max_tokens)
     try:
         for piece in stream:
@@ -263,7 +257,7 @@ class Talker:
 
 
 class LocalModel:
-    """A model that answers: a checkpoint, run, export or Hugging Face directory. `fingerprint` tells models apart."""
+    """A model on this machine that `finlm self-qa` asks when no endpoint is named; `fingerprint` tells models apart."""
 
     def __init__(self, path: Path, seed: int) -> None:
         """Load the model. Raises UserError when the path does not exist, or holds no model with a chat template."""

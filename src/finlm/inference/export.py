@@ -1,15 +1,12 @@
 """Export a checkpoint as a Hugging Face model, and prove the export by loading it back.
 
-An export has safetensors, tokenizer, chat template and model card. Weights come from the fp32 master copy where ZeRO
-keeps it, with adapters merged, and are saved in the run's precision without the rows that padded the vocabulary. The
+An export has safetensors, tokenizer, chat template and model card, in the run's precision, with adapters merged. The
 proof is part of the export: the plain transformers classes give the source model's logits, and AutoTokenizer gives the
 ids the model was trained on. vLLM and llama.cpp's convert_hf_to_gguf.py read the layout too: tokenizer.model beside
-tokenizer.json, and rope_theta in both places. Pretraining that goes on from a model with a tokenizer.json hands its
-files on as they were. Other stages write the tokenizer that they used, with their chat template.
+tokenizer.json, and rope_theta in both places.
 
-Adapters can be written alone, as peft reads them: a few megabytes beside the model they were trained on. vLLM
-(`--enable-lora`), transformers and llama.cpp's convert_lora_to_gguf.py read the layout. Weights in 4 bits
-(lora.quantize) are not part of it: the adapters go on the whole ones.
+Adapters can be written alone, as peft, vLLM (`--enable-lora`) and llama.cpp's convert_lora_to_gguf.py read them. They
+go on the whole weights of the start, also after lora.quantize.
 
 The card names no licence, since weights inherit terms from data and parent model that only the author knows, and no
 machine and no credential, since a card is made to be published.
@@ -145,10 +142,7 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
 
 
 def _prove_training(reloaded: Any, trained: Trained) -> None:
-    """Raise RuntimeError when the reloaded model's loss or reward differs from that of the event `proof` of training.
-
-    Does nothing without such an event, which only the last step has.
-    """
+    """Raise RuntimeError if the reloaded model's loss or reward is not that of the last step's event `proof`."""
     step = step_of(trained.checkpoint)
     rows = [row for row in trained.run.read_events("proof") if row["step"] == step]
     if not rows:
@@ -171,10 +165,7 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any) -> None:
-    """Write tokenizer files: in pretraining from a model's tokenizer copies of its files, else `tokenizer` as saved.
-
-    The chat template is written without the marks of training.
-    """
+    """Write tokenizer files: `tokenizer` as saved, without marks of training, or copies of a pretraining start's."""
     source = shards.directory / "tokenizer"
     if stage == "pretrain" and source.is_dir():
         pretrained.copy_files(source, directory)
@@ -223,10 +214,7 @@ def _prove_tokenizer(reloaded: Any, trained: Trained, tokenizer: Any) -> None:
 
 
 def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dict[str, bool]]:
-    """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
-
-    Raises UserError if the tokenizer of dialogues cannot be read.
-    """
+    """Return (function that encodes as for training, transformers' arguments for equal ids). Raises UserError."""
     directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
     if trained.recipe.stage != "pretrain":
         dialogues = pretrained.open_tokenizer(directory, library)
@@ -314,10 +302,7 @@ _STAGES = {
 
 
 def card_text(trained: Trained, directory: Path) -> str:
-    """Return the text of the model card (README.md) for an export whose other files are in `directory` already.
-
-    Reads the run's manifest.json, which must exist, and its events. Raises NotJson if it is damaged.
-    """
+    """Return the model card of the export in `directory`, from run and events. NotJson for a bad manifest.json."""
     plan, recipe = trained.plan, trained.recipe
     task = "text-classification" if recipe.stage == "reward" else "text-generation"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "language: [zh, en]", "tags: [finlm]", "---"]

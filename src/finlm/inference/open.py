@@ -121,11 +121,7 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], max_tokens: int, **s
 
 
 def _open_checkpoint(path: Path) -> Opened:
-    """Open a run's checkpoint on a GPU if any.
-
-    Raises UserError for a reward model or an incomplete or damaged checkpoint, RuntimeError when its weights do not fit
-    the model.
-    """
+    """Open a run's checkpoint. UserError for a reward model or a damaged one, RuntimeError if weights do not fit."""
     loaded = load_trained(path)
     if loaded.recipe.stage == "reward":
         raise _reward_model_error(path)
@@ -171,10 +167,7 @@ def _open_directory(path: Path, run: RunDir | None) -> Opened:
 def _make_opened(
     model: Any, tokenizer: Any, name: str, identity: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Move the model to a GPU if any, in evaluation mode, and return its Opened.
-
-    The fingerprint is the sha256 of `identity`, JSON values that tell the model from others.
-    """
+    """Move the model to a GPU if any, in evaluation mode; return its Opened, with a hash of `identity`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     slow_halves = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     model = model.to(device, torch.float32 if slow_halves else model.dtype).eval()
@@ -186,10 +179,7 @@ def _make_opened(
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a hex sha256 over a model directory's files: names, sizes, small files whole, samples of large ones.
-
-    Weights, configuration and tokenizer count; finlm.json and other files do not.
-    """
+    """Return the sha256 of a model directory's weights (large ones: samples), configuration and tokenizer files."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         is_read = file.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja")

@@ -1,11 +1,9 @@
 """Run `finlm self-qa`: turn the recipe's documents into questions and answers for SFT, as in arXiv 2305.11952.
 
-Documents are what pretraining would read: cleaned, deduplicated, not held out. They are drawn by hash, so that asking
-about more of them keeps what was drawn before. Stage 1 asks for questions about a passage of each drawn document, stage
-2 for an answer from the passage to every question that passes the rules, and stage 3 writes the answers that pass the
-rules as messages.
-
-answer_prompts() asks the same endpoint for the answers that `finlm attempt` checks.
+Documents are what pretraining would read: cleaned, deduplicated, not held out. Stage 1 asks for questions about a
+passage of each drawn document, stage 2 for an answer from the passage to every question that passes the rules, and
+stage 3 writes the answers that pass the rules as messages. answer_prompts() asks for the answers that `finlm attempt`
+checks.
 
 A finished document is a line in <output>.ledger, replies included, and is never paid for twice: a killed run goes on,
 and a changed rule is applied to what is there already. The output appears whole, after the last document. Changed
@@ -55,10 +53,6 @@ class Pair:
     answer: str | None = None
     finish: str | None = None  # the server's finish_reason
 
-    def to_json(self) -> dict[str, str | None]:
-        """Return the pair as the ledger stores it: the question alone while there is no answer."""
-        return {"question": self.question} if self.answer is None else asdict(self)
-
 
 @dataclass
 class Asked:
@@ -83,7 +77,7 @@ class Asked:
 
     def to_json(self, key: str) -> Mapping[str, Any]:
         """Return the row of the ledger, under the key of the settings."""
-        row = {"key": key, **asdict(self), "pairs": [pair.to_json() for pair in self.pairs]}
+        row = {"key": key, **asdict(self)}
         del row["detail"]  # no document that failed is kept
         return row
 
@@ -294,10 +288,7 @@ def _may_spend(settings: SelfQA, spent: Counter[str]) -> bool:
 
 
 def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:
-    """Drop pairs by the rules, write the others to `output` and their counts and costs to <output>.json; print both.
-
-    Returns `output`. Raises UserError when no pair is left.
-    """
+    """Write pairs that pass the rules to `output`, which is returned, and counts beside it. UserError without any."""
     lines, reasons = _prune_pairs(rows, settings)
     total: Counter[str] = Counter()
     for row in rows:
@@ -377,10 +368,7 @@ class Passage:
 
 
 def draw_passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
-    """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
-
-    Builds missing steps in the cache, under its lock. Raises UserError if the documents cannot be prepared.
-    """
+    """Prepare the recipe's documents in the cache; return the drawn passages in order. Raises UserError if it fails."""
     cache = Cache(Path(recipe.data.cache_dir), build=True)
     with cache.lock_cache():
         context = Context(recipe, cache)

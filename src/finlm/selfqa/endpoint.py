@@ -114,10 +114,7 @@ def question_reason(question: str) -> str | None:
 
 
 def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
-    """Return in words why a question and its answer are dropped; None if they are kept.
-
-    `finish` is the reply's finish_reason.
-    """
+    """Return in words why an answer with this finish_reason is dropped; None if it is kept."""
     unanswerable = UNANSWERABLE[settings.language]
     if finish == "length":
         return "answer cut off"
@@ -226,10 +223,7 @@ class Endpoint:
         raise NoAnswer(failure)
 
     def _explain_failure(self, error: urllib.error.HTTPError) -> str:
-        """Return a message about a failure that another attempt may mend, without the key.
-
-        Raises UserError for a wrong key, address or model, and Refused for any other failure that will stay.
-        """
+        """Return what failed, without the key, if another attempt may mend it; else raise UserError or Refused."""
         try:
             said = error.read(2000).decode(errors="replace").strip()
         except (OSError, HTTPException):

@@ -1,8 +1,7 @@
 """Run stage grpo through trl's GRPOTrainer: the model answers, and the answers to a prompt are compared.
 
-trl offers PPO no longer (1.16); GRPO needs no critic, which the reports found hard to keep steady. Prompts are rows of
-the run by Order, and what is sampled depends on (seed, step, row of the step), so a resumed run samples what the
-unbroken run would have; with grpo.iterations above 1 only from the next generation on.
+What is sampled depends on (seed, step, row of the step), so a resumed run samples what the unbroken one would,
+with grpo.iterations above 1 from the next generation on.
 
 Answers are generated with the training weights (model/generation.py), plan.generation_rows at a time: trl's generation
 would need the keys and values of all answers of a step at once. How many at a time changes no answer, except where

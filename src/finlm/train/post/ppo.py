@@ -80,10 +80,7 @@ class ValueTrainer(GroupTrainer):
         return rows | {"old_per_token_logps": logps}
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss of the answers plus the weighted loss of the values. Collective.
-
-        Appends measures of the values to trl's metrics.
-        """
+        """Return trl's loss plus the weighted loss of the values; append their measures to the metrics. Collective."""
         # Without trl's divergence term: the divergence is in the rewards.
         beta, self.beta = self.beta, 0.0
         try:

@@ -5,8 +5,7 @@ micro-steps, then ranks. A batch is padded to its longest sequence. trl's metric
 
 DPO's reference is the start itself, run once before the first step and remembered as two numbers a pair, so no second
 model is kept. After a resume it is run again, before the checkpoint is loaded. ORPO needs none. A reward model is the
-start's body with a linear head that reads the end of the turn. XuanYuan-6B trained its reward at every token, to steady
-the critic of PPO; sentences were more accurate there (report, section on RLHF).
+start's body with a linear head that reads the end of the turn.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ class PairTrainer(Recorded):
         return drain_metrics(self._metrics["train"], self.names)
 
     def evaluate_held_out(self: Any) -> Numbers | None:
-        """Return reward_statistics() of all held-out pairs, with `sources`: {source: its reward_statistics()}.
-
-        Return None when nothing is held out. Puts the model into train mode. Collective.
-        """
+        """Return reward_statistics() of held-out pairs, if any, with `sources`; end in train mode. Collective."""
         if not self.held_out:
             return None
         self.model.eval()
@@ -157,10 +153,8 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
     }
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return implicit rewards, [pairs, (chosen, rejected)]: beta times the log-ratio of the model to the reference.
-
-        Takes the reference's log-probabilities out of the batch (arXiv 2305.18290).
-        """
+        """Return implicit rewards, [pairs, (chosen, rejected)]; take the reference's logps out of the batch."""
+        # beta times the log-ratio of the model to the reference (arXiv 2305.18290).
         references = torch.stack((batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")), dim=1)
         return float(self.beta) * (self._logps(self.model_wrapped, batch) - references)
 
@@ -175,10 +169,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Add the start's log-probabilities to every pair, train and held-out, in place; return `dataset` unchanged.
-
-        First puts the head that is trained into the model (start.swap_head). Collective.
-        """
+        """Add the start's log-probabilities to all pairs, train and held-out, in place; swap the head. Collective."""
         # trl scores with an engine of its own and keeps the result in a file of the data set; finlm's runs keep none.
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         # There is no engine yet; only ZeRO-3's parts need one to be gathered.
@@ -214,10 +205,8 @@ class OddsTrainer(PreferenceTrainer):
     """
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-odds of the answers on this rank, [pairs, (chosen, rejected)].
-
-        reward_statistics() then gives equation 7 of the paper as the loss of held-out pairs.
-        """
+        """Return the log-odds of the answers, [pairs, (chosen, rejected)]."""
+        # With them as rewards, reward_statistics() gives equation 7 of the paper as the loss of held-out pairs.
         return log_odds(self._means(self.model_wrapped, batch))
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
@@ -304,10 +293,7 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank[Recipe]) -> PairTrainer:
-    """Return the trainer of a rank's run of stage dpo or reward, with its model loaded.
-
-    Raises UserError if the start's weights cannot be loaded, StopIteration without a training pair.
-    """
+    """Return the trainer for stage dpo or reward. Raises UserError for a bad start, StopIteration without pairs."""
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
     if (dpo := r.recipe.dpo) is not None:

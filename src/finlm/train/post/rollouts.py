@@ -1,12 +1,11 @@
 """Read prompts, reward the answers of a step, record some of them, and watch their measures.
 
-The terms of grpo.reward are the functions that trl calls. Each returns a value for an answer, or None where the row has
-no right answer of its kind: trl leaves those out of means. The user's function is read from the copy in the run
-directory, so a resumed run rewards by the code it began with.
+The terms of grpo.reward are functions that trl calls. Each returns a value for an answer, or None where the row has no
+right answer of its kind: trl leaves those out of means. The user's function is read from the copy in the run directory,
+so a resumed run rewards by the code it began with.
 
-A reward that rises while answers grow long, repeat themselves, lose their variety or name no answer any more is not the
-skill that was meant. The first steps of the run are the measure. An incident is yielded when the last steps pass the
-limit, and again only after they came back; the state is in the checkpoint.
+A reward that rises while answers grow long, repeat themselves, lose their variety or name no answer is not the skill
+that was meant. Incidents are measured against the first steps of the run.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ class Prompt(TypedDict):
 
 
 def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Prompt]:
-    """Return a Prompt for every document of these shards, in order; its answer is "" where none is known.
-
-    Reads chat_template.jinja in the shards' directory, which must exist.
-    """
+    """Return a Prompt for every document of these shards, in order; their chat_template.jinja must exist."""
     turn = [{"role": "user", "content": "?"}]
     template = (shards.directory / "chat_template.jinja").read_text(encoding="utf-8")
     rendered = tokenizer.apply_chat_template(turn, chat_template=template, tokenize=False, add_generation_prompt=True)
@@ -183,7 +179,10 @@ class Mismatch:
 
 
 class Watch:
-    """Judges the measures of each step against those of the first steps; every rank must pass the same values."""
+    """Judges the measures of each step against those of the first steps; every rank must pass the same values.
+
+    An incident comes when the last steps pass its limit, and again only after they came back.
+    """
 
     def __init__(self, settings: Rollouts, state: Mapping[str, Any] | None = None) -> None:
         """Begin with what state() returned at a checkpoint, or with nothing seen when `state` is None."""
@@ -272,10 +271,7 @@ def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
 def score_by_rule(
     term: Term, most_tokens: int, asked: list[str], completions: list[str], answer: list[str], **more: Any
 ) -> list[float | None]:
-    """Return the value of each answer by the term's rule, None where no right answer fits the rule.
-
-    `most_tokens` is the longest answer allowed; more["completion_ids"] has the answers' ids.
-    """
+    """Return each answer's value by the term's rule, None where no right answer fits; `more` has completion_ids."""
     given = zip(asked, completions, answer, more["completion_ids"], strict=True)
     return [
         scoring.score(term, text, completion, right, len(ids), most_tokens) for text, completion, right, ids in given

@@ -1,12 +1,11 @@
 """Run supervised fine-tuning: trl's SFTTrainer over prepared dialogues.
 
-The rows come tokenised, packed and masked (rows/dialogues.py), so trl prepares nothing; the model runs the swapped
-kernels as pretraining instead of trl's own head. The loss of a step is the sum over all ranks and micro-steps divided
-by the supervised tokens of all of them: how rows are distributed never changes the gradient. The loss of each source is
-a by-product that costs one small message a step.
+The rows come tokenised, packed and masked (rows/dialogues.py), so trl prepares nothing; the model runs the kernels of
+pretraining. The loss of a step is the sum over all ranks and micro-steps divided by the supervised tokens of all of
+them: how rows are distributed never changes the gradient.
 
-sft.hide_eos and sft.order: sampler repeat mistakes of the released XuanYuan llm-code, only for recipes that reproduce
-them; the mistakes of its data are in dialogues/encode.py.
+sft.hide_eos and sft.order: sampler repeat mistakes of the released XuanYuan llm-code, for recipes that reproduce them;
+the mistakes of its data are in dialogues/encode.py.
 """
 
 from __future__ import annotations
@@ -87,10 +86,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return {"sources": self.by_source.take()}
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens}}} of held-out dialogues.
-
-        Return None when none are held out. Puts the model into train mode. Collective.
-        """
+        """Return loss and perplexity of held-out dialogues, in all and as `sources`; None without any. Collective."""
         r = self.rank
         if not r.shards.split("held_out"):
             return None
@@ -184,10 +180,7 @@ class BySource:
         self._sums[1].index_add_(0, where, (labels != IGNORED).sum(1).double())
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return {source: {loss, tokens}} of the step over all ranks, and set the sums to 0. Collective.
-
-        loss is the mean over the source's labels, tokens their number. Leaves out sources without labels.
-        """
+        """Return {source: {loss, tokens}} of the step's labels over all ranks, and set the sums to 0. Collective."""
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
         losses, tokens = self._sums.tolist()

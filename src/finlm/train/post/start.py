@@ -1,13 +1,11 @@
 """Load what a stage after pretraining starts with: model, adapters, heads that compare answers, tokenizer, reference.
 
-The tokenizer gives the ids that the data was encoded with. AutoTokenizer would not: it leaves out tokenizer.json's own
-normalizer (transformers 5), so with Llama-2's files every message begins with another token. The heads need no mask:
-rows are padded on their right, where no token that counts looks, and flash attention takes none.
+The heads need no mask: rows are padded on their right, where no token that counts looks, and flash attention takes
+none.
 
 QLoRA (arXiv 2305.14314) with torchao's NF4: blocks of 64 weights share a scale, which is itself kept in 8 bits. A
-matrix is unpacked when it multiplies and again in the backward pass. It is an attribute, not a parameter: DeepSpeed
-neither casts, partitions nor saves it, so a checkpoint holds the adapters, and the matrices come from model.init_from
-again.
+matrix is unpacked when it multiplies and again in the backward pass. DeepSpeed neither casts, partitions nor saves it:
+a checkpoint holds the adapters, and the matrices come from model.init_from again.
 """
 
 from __future__ import annotations
@@ -57,12 +55,10 @@ def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
 
 
 def dialogue_tokenizer(shards: Shards) -> Any:
-    """Return the transformers tokenizer that dialogues were encoded with, read from the shards' directory tokenizer/.
-
-    Its bos and eos tokens are those of the shards, None for an id of -1.
-    """
+    """Return the tokenizer in the shards' directory tokenizer/, with the shards' bos and eos, None for an id of -1."""
     directory = shards.directory / "tokenizer"
-    # Else tokenizer.json as it stands: AutoTokenizer drops its normalizer (transformers 5).
+    # Else tokenizer.json as it stands. AutoTokenizer drops its normalizer (transformers 5): with Llama-2's files every
+    # message would begin with another token.
     if shards.manifest["encoder"] == "sentencepiece":
         tokenizer = transformers.LlamaTokenizer.from_pretrained(directory, legacy=False)
     else:
@@ -75,13 +71,10 @@ def dialogue_tokenizer(shards: Shards) -> Any:
 
 
 def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> Any:
-    """Return transformers' tokenizer of a tokenizer.model, which gives the same ids and adds no eos.
-
-    legacy=False keeps spaces after control tokens. `sequence_length` becomes model_max_length.
-    """
+    """Return transformers' tokenizer of a tokenizer.model: the same ids, no eos, `sequence_length` as longest."""
     return transformers.LlamaTokenizer.from_pretrained(
         str(model_file.parent),
-        legacy=False,
+        legacy=False,  # keeps spaces after control tokens
         add_bos_token=add_bos,
         add_eos_token=False,
         model_max_length=sequence_length,
@@ -90,10 +83,7 @@ def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> An
 
 
 def padding_id(shards: Shards) -> int:
-    """Return the id that fills up rows: of padding, <unk> and <s> the first that exists and ends no turn or text.
-
-    Without such a token, return the eos id.
-    """
+    """Return the first of the ids of padding, <unk> and <s> that exists and ends no turn or text, else the eos id."""
     # A reward is read at the last token that is not padding: with </s> as padding, before the end of the turn.
     tokenizer = dialogue_tokenizer(shards)
     ends = (shards.eos_id, shards.manifest["end_of_turn_id"])
@@ -102,10 +92,7 @@ def padding_id(shards: Shards) -> int:
 
 
 def load_start(r: Rank[Recipe]) -> Any:
-    """Return the model that the stage starts from, on the rank's device; packed in 4 bits for QLoRA.
-
-    It has no adapters yet. Raises UserError if the weights cannot be loaded.
-    """
+    """Load the start on the rank's device, in 4 bits for QLoRA, without adapters. UserError if it is unusable."""
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = load_model(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
     # Back to transformers' own forward, which kernels' loss has replaced: trl puts a head of its own there.
@@ -183,6 +170,7 @@ class Nf4Linear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
         self.bias = bias  # type: ignore[assignment]
+        # An attribute, not a parameter, so DeepSpeed leaves it alone.
         self.weight = pack_nf4(matrix)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -352,10 +340,7 @@ def refer_to_text(model: Model) -> None:
 
 
 def start_path(model: Model) -> str:
-    """Return the directory of the start model: model.init_from itself, or for a Hub id its revision in the local cache.
-
-    Raises huggingface_hub's LocalEntryNotFoundError if the cache lacks it.
-    """
+    """Return the start's directory, for a Hub id that of its revision in the cache; LocalEntryNotFoundError without."""
     source = str(model.init_from)
     if Path(source).is_dir():
         return source

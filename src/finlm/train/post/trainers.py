@@ -1,9 +1,9 @@
 """Run trl's trainers by a run directory's plan, with finlm's checkpoints, events and exit codes.
 
-The trainer is trl's, prepared by accelerate with the DeepSpeed settings of the run directory; every argument that both
-sides know has one source, so nothing is "auto" and transformers' comparison finds no difference. Parts whose stock form
-loses information are replaced: checkpoints and resuming (train.checkpoint, position a function of the step), the record
-(events.jsonl, the loss averaged over all ranks), and the end after a signal or a loss that is not finite.
+accelerate prepares trl's trainer with the DeepSpeed settings of the run directory. Every argument that both sides know
+has one source: nothing is "auto", and transformers' comparison finds no difference. Replaced are checkpoints and
+resuming (the position is a function of the step), the record (the loss averaged over all ranks), and the end after a
+signal or a loss that is not finite.
 """
 
 from __future__ import annotations
