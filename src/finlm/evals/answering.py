@@ -132,7 +132,12 @@ def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], s
     for question in questions:
         answers = [f"{option}。" for option in question.options]
         if is_chat:
-            texts = [_render_with_answer(opened, _user_turn(style, question), answer) for answer in answers]
+            texts = []
+            for answer in answers:
+                turns = [("user", _user_turn(style, question)), ("assistant", answer)]
+                messages = [{"role": role, "content": content} for role, content in turns]
+                text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
+                texts.append(text[: text.rindex(answer) + len(answer)])  # without what ends the turn
         else:
             stem = style.header_for(question) + style.lead + question.text + style.cue
             texts = [stem + answer for answer in answers]
@@ -150,13 +155,6 @@ def common_prefix(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the longest beginning that all sequences share; raises ValueError without sequences."""
     pairs = zip(min(sequences), max(sequences), strict=False)
     return tuple(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _render_with_answer(opened: Opened, asked: str, answer: str) -> str:
-    """Return the chat in the model's template up to the end of `answer`. Raises ValueError if it alters the answer."""
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
-    return text[: text.rindex(answer) + len(answer)]
 
 
 def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:

@@ -125,18 +125,15 @@ def run(recipe: Recipe, options: Options) -> Result:
         )
     if opened is None:
         name, attempts = str(settings_of(recipe).model), ask_endpoint(recipe, grpo, prompts, options)
-        if unasked := sum(len(texts) < options.count for texts in attempts):
-            counts["not asked, as self_qa.max_cost is reached"] = unasked
-            whole = [place for place, texts in enumerate(attempts) if len(texts) == options.count]
+        whole = [place for place, texts in enumerate(attempts) if len(texts) == options.count]
+        if len(whole) < len(prompts):
+            counts["not asked, as self_qa.max_cost is reached"] = len(prompts) - len(whole)
             prompts, attempts = [prompts[place] for place in whole], [attempts[place] for place in whole]
         if not prompts:
             raise UserError("self_qa.max_cost is reached before a prompt is answered", fix="raise self_qa.max_cost")
     else:
         name, attempts = opened.name, draw(opened, grpo, prompts, options)
-    graded = [
-        [_grade(grpo, prompt, each.text, each.tokens) for each in texts]
-        for prompt, texts in zip(prompts, attempts, strict=True)
-    ]
+    graded = [[_grade(grpo, prompt, each) for each in row] for prompt, row in zip(prompts, attempts, strict=True)]
     if options.best is not None:
         counts += write_best(options.best, prompts, attempts, graded)
     about = recipe.name, name, options.split, len(prompts), options.count, options.seed
@@ -349,14 +346,11 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
     return [answer.ids for answer in generate(opened.model, prompts, limits, keys, drawing)]
 
 
-def _grade(grpo: Grpo, prompt: Prompt, answer: str, tokens: int) -> Graded:
-    """Return the attempt `answer` of `tokens` tokens graded by the rewards.
-
-    It is right when the first of grpo.checked's rules that applies to the prompt gives 1. Raises StopIteration when
-    none applies.
-    """
-    question, right = prompt.messages[-1]["content"], prompt.right
+def _grade(grpo: Grpo, prompt: Prompt, attempt: Attempt) -> Graded:
+    """Return the attempt's grades. Raises StopIteration when no rule of grpo.checked applies to the prompt."""
+    question, right, (answer, tokens, _) = prompt.messages[-1]["content"], prompt.right, attempt
     values = [scoring.score(term, question, answer, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
+    # It is right when the first rule that applies to the prompt gives 1.
     rule, value = next(
         (term.rule, value)
         for term, value in zip(grpo.reward, values, strict=True)

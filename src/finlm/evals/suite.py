@@ -103,7 +103,10 @@ def find_contained(questions: Sequence[Question], training: Path) -> dict[int, f
     opened.
     """
     shards = Shards(RunDir(training).shards if (training / "plan.json").is_file() else training)
-    index = contamination.Index.of([_to_contamination(question) for question in questions])
+    asked = [{"question": q.text} | dict(zip("abcdef", q.options, strict=False)) for q in questions]
+    index = contamination.Index.of(
+        [contamination.question(q.subject, 0, row) for q, row in zip(questions, asked, strict=True)]
+    )
     parts = shards.split("train")
     shares: dict[int, float] = {}
     with screen.progress("contamination", sum(part.tokens for part in parts), "read") as advance:
@@ -123,12 +126,6 @@ def contained_summary(shares_found: dict[int, float], is_right: Sequence[bool], 
     others = [right for place, right in enumerate(is_right) if place not in shares_found]
     shares = (sum(some) / len(some) if some else None for some in (contained, others))
     return Contained(str(training), len(contained), len(is_right), *shares)
-
-
-def _to_contamination(question: Question) -> contamination.Question:
-    """Return a question as a contamination.Question, of file `subject` and line 0."""
-    options = dict(zip("abcdef", question.options, strict=False))
-    return contamination.question(question.subject, 0, {"question": question.text} | options)
 
 
 def _decode_documents(part: Shard, shards: Shards) -> Iterator[tuple[int, list[str]]]:

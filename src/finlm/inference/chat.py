@@ -148,10 +148,6 @@ class Talker:
         self.reply: Reply | None = None
         self.reused_tokens = 0
         self._random = torch.Generator(opened.device).manual_seed(seed)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop the cached keys and values, and the list of the ids that they belong to."""
         self._cache: Any = None
         self._seen: list[int] = []  # whose keys and values are in the cache
 
@@ -229,7 +225,7 @@ class Talker:
         # A sliding window forgets its beginning, and layers of linear attention keep no keys that could be cut.
         slides = bool(getattr(self.opened.model.config, "sliding_window", None))
         if not length or any(getattr(layer, "keys", None) is None for layer in layers) or slides:
-            self._forget()
+            self._cache, self._seen = None, []
             return
         for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]

@@ -95,7 +95,12 @@ def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = No
     without self_qa or whose documents cannot be prepared, when another process has the ledger, when requests fail or no
     pair is left: all answers are in the ledger then.
     """
-    settings = _settings(recipe)
+    settings = recipe.self_qa
+    if settings is None:
+        raise UserError(
+            f"the recipe {recipe.name} has no self_qa section",
+            fix="add self_qa: {endpoint: http://host:8000/v1, model: NAME}, or give both by --set",
+        )
     asked: Model = Endpoint(settings) if model is None else model
     output = Path(settings.output).expanduser()
     ledger = output.with_name(output.name + ".ledger")
@@ -115,16 +120,6 @@ def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = No
         if len(answered) < len(drawn):
             screen.say(f"self-qa: max_cost is reached; {len(drawn) - len(answered):,} documents were not asked about")
         return _publish(output, answered, settings, key, getattr(asked, "retries", 0))
-
-
-def _settings(recipe: Recipe) -> SelfQA:
-    """Return the recipe's self_qa section. Raises UserError when it has none."""
-    if recipe.self_qa is None:
-        raise UserError(
-            f"the recipe {recipe.name} has no self_qa section",
-            fix="add self_qa: {endpoint: http://host:8000/v1, model: NAME}, or give both by --set",
-        )
-    return recipe.self_qa
 
 
 def _key(settings: SelfQA, fingerprint: str | None) -> str:
