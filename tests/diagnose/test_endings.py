@@ -121,7 +121,13 @@ def test_two_ranks_that_die_one_after_the_other_are_one_launch(findings: Of) -> 
 
 def test_high_is_said_only_of_what_explains_the_ending(findings: Of) -> None:
     assert findings(TRACEBACK + OOM)[0].confidence == "high"
-    assert findings(OOM + TRACEBACK + "ModuleNotFoundError: No module named 'phase'\n")[0].confidence == "medium"
+    (first, *_) = findings(OOM + TRACEBACK + "PhaseError: phase 3 before phase 2\n")
+    assert (first.cause, first.confidence) == ("cuda_oom", "medium")
+
+
+def test_an_error_that_was_worked_around_comes_after_the_exception_that_ended_the_run(findings: Of) -> None:
+    log = "/bin/sh: 1: c++: not found\nusing torch's Adam\n" + TRACEBACK + OOM
+    assert [f.cause for f in findings(log)] == ["cuda_oom", "ds_op_build_toolchain"]
 
 
 def test_an_error_that_training_survived_is_not_what_it_died_of_later(findings: Of) -> None:
@@ -448,9 +454,9 @@ def test_a_step_that_tells_the_run_time_so_far_is_no_end_of_the_run(findings: Of
     assert not findings(3 * step)
 
 
-def test_a_class_of_messages_counts_where_the_log_lost_its_frames_but_not_in_a_users_own_code(findings: Of) -> None:
+def test_a_refusal_is_told_where_the_log_lost_its_frames_and_in_a_users_own_code(findings: Of) -> None:
     line = "NotImplementedError: Iterable datasets are not yet supported in GRPOTrainer.\n"
-    assert findings(f"[rank0]: {line}")[0].cause == "bad_arguments"
+    assert findings(f"[rank0]: {line}")[0].kind == "check_refused"
     own = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
     assert findings(own + "NotImplementedError: my loss is not yet supported\n")[0].kind == "check_refused"
 

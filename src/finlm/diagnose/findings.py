@@ -283,7 +283,7 @@ def _level(candidate: _Candidate, died: Set[int | None], ends: _Ends) -> str:
         return "remark" if caught else level
     known, later = ends.known_after(candidate, ("cause", "symptom")), ends.after(hit)
     unrelated = later and not _may_lead_to(hit, later[0])
-    aside = known and (_WARNING.search(hit.text) or _SLIP.search(known[0].hit.text))
+    aside = known and (_WARNING.search(hit.text) or _SLIP.search(known[0].hit.text) or ends.known_after(candidate))
     return "remark" if unrelated or aside else level
 
 
