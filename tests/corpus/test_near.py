@@ -216,7 +216,7 @@ def test_the_first_by_rank_stays(tmp_path: Path) -> None:
 def test_a_signature_estimates_the_similarity(tmp_path: Path) -> None:
     texts = corpus(400)
     (chunk,) = chunks_of(texts, tmp_path, [400])
-    signatures = ngrams.sign_chunk(chunk.path)
+    signatures = near.sign_chunk(workers.ChunkTask(chunk.path))["signatures"]
     assert ngrams.band_keys(signatures).shape == (ngrams.BANDS, 400)
     pairs = [(number - 1 - back, number) for number in range(8, 400, 4) for back in range(3)]
     left, right = np.array(pairs).T

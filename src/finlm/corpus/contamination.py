@@ -1,9 +1,9 @@
 """Find documents that contain a benchmark's questions, by the share of a question's 6-grams that stand in the document.
 
 A question counts as contained when the document holds at least 65 % of its 6-grams, of letters and digits only. In
-47,493 real finance documents no question of FinanceIQ (7,173, many of them about the laws in the corpus) reaches more
-than 53 %; one printed as an exam does reaches 100 %, with two characters changed three in four are still found. The
-usual test, any 13-gram in common, would drop 289 of these documents, for phrases of law.
+47,493 real finance documents no question of FinanceIQ (7,173, many about the laws in the corpus) reaches more than 53
+%; one printed as an exam reaches 100 %, with two characters changed three in four are still found. The usual test, any
+13-gram in common, would drop 289 of these documents, for phrases of law.
 
 A stem that is mostly wording shared with other questions ("下列说法正确的是") says little: there the options, with
 their letters, belong to the question. Of a stem that was shortened or reworded two fifths are enough where the options
@@ -18,7 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import NotPrepared, Step, file_changed
-from finlm.corpus import documents, ngrams, normalize, perplexity
+from finlm.corpus import documents, ngrams, normalize
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import sources
 from finlm.corpus.workers import Arrays, ChunkTask, Context
@@ -64,6 +64,7 @@ class Hit:
     document: int  # in its chunk
     question: int
     share: float  # of the question's n-grams
+    start: str = ""  # of the document, as a chunk's result is kept
 
 
 def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
@@ -102,23 +103,44 @@ def question(file: str, line: int, row: dict[str, str]) -> Question:
 
 
 def _normalise_question(text: str) -> str:
-    """Return a question's text without HTML, in normal spelling and simplified Chinese."""
+    """Return a question's text without HTML, in uniform spelling and simplified Chinese."""
     return normalize.simplify(normalize.normalise(normalize.strip_html(text)))
+
+
+_BUCKET_BITS = 20
+
+
+class _Buckets:
+    """Distinct ascending `hashes` by their first 20 bits, to look many others up in a step or two each."""
+
+    def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
+        self._hashes = hashes
+        firsts = np.arange(2**_BUCKET_BITS, dtype=np.uint64) << np.uint64(64 - _BUCKET_BITS)
+        self._begin = np.append(np.searchsorted(hashes, firsts), len(hashes))
+
+    def find(self, wanted: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """Return (index, is there) of each wanted hash; an index means nothing where the hash is not there."""
+        bucket = wanted >> np.uint64(64 - _BUCKET_BITS)
+        place, end = self._begin[bucket], self._begin[bucket + np.uint64(1)]
+        is_there = np.zeros(len(wanted), dtype=np.bool_)
+        left = np.flatnonzero(place < end)
+        while len(left):
+            here = self._hashes[place[left]]
+            is_there[left] = here == wanted[left]
+            left = left[(here < wanted[left]) & (place[left] + 1 < end[left])]
+            place[left] += 1
+        return place, is_there
 
 
 class Index:
     """The n-grams of all questions, for finding them in many documents at once."""
 
     def __init__(self, hashes: npt.NDArray[np.uint64], part: npt.NDArray[np.int32], total: npt.NDArray[np.int64]):
-        """Index the n-gram hashes, ascending; `part` has the question part of each, `total` the n-grams of each part.
-
-        Part 2 i is what question i asks, part 2 i + 1 its options.
-        """
         self.hashes = hashes  # [entries], ascending; a gram of two questions is there twice
         self.part = part  # [entries]: 2 i what question i asks, 2 i + 1 its options
         self.total = total  # [parts], different grams of each
         self.unique, first = np.unique(hashes, return_index=True)
-        self._first, self._buckets = np.append(first, len(hashes)), perplexity.Buckets(self.unique)
+        self._first, self._buckets = np.append(first, len(hashes)), _Buckets(self.unique)
         self._maybe = np.zeros(1 << _TABLE_BITS, dtype=np.uint8)  # eight n-grams a byte
         place, bit = _places(unmix(self.unique).astype(np.uint32))
         np.bitwise_or.at(self._maybe, place, bit)
@@ -226,10 +248,7 @@ def _places(sums: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], npt.N
 
 
 def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
-    """Return records (hash, question) of the distinct n-grams of each text, sorted by hash.
-
-    `question` is the text's index. n-grams are GRAM letters and digits long, in lower case.
-    """
+    """Return records (hash, question: the text's index) of the distinct 6-grams of each text, sorted by hash."""
     encoded = [text.encode() for text in texts]
     text = ngrams.characters(b"".join(encoded), np.cumsum([len(item) for item in encoded], dtype=np.int64))
     grams = ngrams.hash_grams(ngrams.words_only(text), GRAM)
@@ -242,17 +261,7 @@ def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
     return distinct
 
 
-@dataclass(frozen=True)
-class StoredHit:
-    """A hit with the start of its document, as a chunk's result is kept."""
-
-    document: int  # in its chunk
-    question: int
-    share: float
-    start: str
-
-
-def find_hits(task: ChunkTask) -> list[StoredHit]:
+def find_hits(task: ChunkTask) -> list[Hit]:
     """Return the hits in a chunk, with the first 120 characters of their documents. Runs in a worker."""
     data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
     bounds = [0, *ends.tolist()]
@@ -260,20 +269,17 @@ def find_hits(task: ChunkTask) -> list[StoredHit]:
     for hit in _load_index(*task.beside).find(data, ends):
         start, end = bounds[hit.document : hit.document + 2]
         begins = data[start : min(end, start + 600)].decode("utf-8", errors="ignore")[:120]
-        hits.append(StoredHit(hit.document, hit.question, round(hit.share, 3), begins))
+        hits.append(replace(hit, share=round(hit.share, 3), start=begins))
     return hits
 
 
 def _keep_hits(task: ChunkTask) -> Arrays:
-    """Return {"hits": uint8, the chunk's StoredHits as JSON}, for the cache. Runs in a worker."""
+    """Return {"hits": uint8, the chunk's hits as JSON}, for the cache. Runs in a worker."""
     rows = [asdict(hit) for hit in find_hits(task)]
     return {"hits": np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)}
 
 
-@lru_cache(maxsize=1)
-def _load_index(path: Path) -> Index:
-    """Return the index in an .npz file; the last is cached in the process."""
-    return Index.load(path)
+_load_index = lru_cache(maxsize=1)(Index.load)  # a worker has many chunks for one index
 
 
 _SAMPLES = 50  # hits a source kept in contaminated.jsonl
@@ -286,10 +292,11 @@ def check_benchmarks(context: Context) -> None:
 
 
 def find_contaminated(context: Context, read: Documents) -> Step | None:
-    """Run the step `contamination` unless cached; it writes documents.npy and samples. None without data.decontaminate.
+    """Run the step `contamination` unless cached; it writes documents.npy, the ascending indexes, and samples.
 
-    Prints the counts. Raises UserError for benchmark files that are missing, unreadable or changed since they were
-    hashed; NotPrepared instead if they, their hashes or the step are missing and the cache may not build.
+    None without data.decontaminate. Prints the counts. Raises UserError for benchmark files that are missing,
+    unreadable or changed since they were hashed; NotPrepared instead if they, their hashes or the step are missing and
+    the cache may not build.
     """
     patterns = context.data.decontaminate
     if not patterns:
@@ -311,14 +318,14 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
         asked: set[int] = set()
         with (directory / "contaminated.jsonl").open("w", encoding="utf-8") as ledger:
             for chunk, made in zip(read.chunks, context.map_kept("contamination", _keep_hits, tasks), strict=True):
-                hits = [StoredHit(**row) for row in json.loads(made["hits"].tobytes())]
+                hits = [Hit(**row) for row in json.loads(made["hits"].tobytes())]
                 for hit in hits:
                     question = questions[hit.question]
                     asked.add(hit.question)
                     by_source[chunk.source] += 1
                     if by_source[chunk.source] <= _SAMPLES:
-                        about = {"source": chunk.source, "file": question.file, "line": question.line}
-                        row = about | {"stem": question.stem, "share": hit.share, "start": hit.start}
+                        row = {"source": chunk.source, "file": question.file, "line": question.line}
+                        row |= {"stem": question.stem, "share": hit.share, "start": hit.start}
                         ledger.write(json.dumps(row, ensure_ascii=False) + "\n")
                 contaminated += sorted({chunk.rows.start + hit.document for hit in hits})
         np.save(directory / "documents.npy", np.array(contaminated, dtype=np.int64))
@@ -337,11 +344,6 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
         f"{step.manifest['questions']:,} benchmark questions",
     )
     return step
-
-
-def contaminated_documents(step: Step | None) -> npt.NDArray[np.int64]:
-    """Return the indexes of the contaminated documents, int64, ascending; empty without a step."""
-    return np.empty(0, dtype=np.int64) if step is None else np.load(step.path / "documents.npy")
 
 
 def _find_files(context: Context, patterns: Sequence[str]) -> list[Path]:

@@ -2,8 +2,8 @@
 
 Documents that agree in a band have the same key there. In the order of preference, the first of them is a leader and is
 compared with the others. Those that do not duplicate it have a new leader, so work grows with the number of different
-texts of a key, not with its square. Pairs with a high estimated similarity are then compared by the exact Jaccard
-similarity of their 5-grams, which takes 3 microseconds for a pair of 460 characters.
+texts of a key, not with its square. Pairs with a high estimated similarity are compared by the exact Jaccard similarity
+of their 5-grams, which takes 3 microseconds for a pair of 460 characters.
 
 A document is dropped only for a kept document before it that is at least as similar as the threshold and has all of its
 facts (contamination.find_facts), the figures in the same order. So announcements of the same form, and news that differ
@@ -14,10 +14,9 @@ itself: workers sort the keys of groups of a million documents once, and then ea
 all groups (_find_repeats). What a task returns depends on the texts alone, so neither the number of workers and hosts
 nor that of ranges changes a byte. What finished tasks returned is kept: a run that was killed does not do them again.
 
-Memory: the parent holds 5 bytes a document (9 beyond 2**32 documents): labels are written at random places, and a
-mapped file would be rewritten with every range. A worker takes 230 MB for a group's keys, 70 for a range, and at most
-96 for caches of n-grams and refused pairs; each document beyond a million that shares its key takes 60 bytes more.
-Disk: 256 bytes a document are kept, 258 more are taken by a search.
+Memory: the parent holds 5 bytes a document (9 beyond 2**32). A worker takes 230 MB for a group's keys, 70 for a range,
+and at most 96 for caches of n-grams and refused pairs; each document beyond a million that shares its key takes 60
+bytes more. Disk: 256 bytes a document are kept, 258 more are taken by a search.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import files
-from finlm.base.step_cache import Step
 from finlm.corpus import contamination, documents, ngrams, selection
 from finlm.corpus.workers import Arrays, ChunkTask, Context, Kept, load_kept, make_missing
 from finlm.rows.shards import GOLDEN, mix
@@ -99,6 +97,7 @@ def find_likes(search: Search, states: States, run_tasks: RunTasks) -> int:
     for those preferred to all others; otherwise the first is preferred. run_tasks(name, function, tasks) yields the
     function's arrays for each task in order; the name is unique. Raises what a task raises.
     """
+    # In memory: labels are written at random places, and a mapped file would be rewritten with every range.
     like = np.empty(len(states), dtype=selection.label_type(len(states)))
     for block in selection.slices(len(like)):
         like[block] = np.arange(block.start, block.stop)
@@ -216,17 +215,14 @@ def load_verifier(search: Search) -> Verifier:
 
 
 class Verifier:
-    """Callable that returns for pairs of document indexes, in any order, whether the right document repeats the left.
+    """Callable that tells for pairs of document indexes, in any order, whether the right document repeats the left.
 
-    Reads signatures and texts from the chunks when needed, and keeps n-grams, facts and refused pairs in bounded
-    caches.
+    `threshold` is the least Jaccard similarity; with `by_facts`, the right document must also have no fact that left
+    lacks. Reads signatures and texts from the chunks of `catalog`, and keeps n-grams, facts and refused pairs in
+    bounded caches.
     """
 
-    def __init__(self, catalog: ngrams.Catalog, threshold: float, by_facts: bool = True) -> None:
-        """Keep the catalog of the chunks, and the least Jaccard similarity `threshold`.
-
-        With `by_facts`, the right document must have no fact that left lacks.
-        """
+    def __init__(self, catalog: ngrams.Catalog, threshold: float, by_facts: bool) -> None:
         self._by_facts = by_facts
         self._catalog = catalog
         self._threshold = threshold
@@ -239,10 +235,7 @@ class Verifier:
         self._refused = np.zeros(_KEPT_PAIRS, dtype=np.uint64)  # by the end of its hash; a later pair replaces one
 
     def __call__(self, left: Ids, right: Ids) -> Bools:
-        """Return bool [pairs]: whether right is at least as similar as the threshold and, if by_facts, adds no fact.
-
-        For texts over 4 MiB the estimated similarity is used, for others the exact similarity.
-        """
+        """Return bool [pairs]; of texts over 4 MiB the similarity is estimated, of others exact."""
         same = np.zeros(len(left), dtype=np.bool_)
         for first in range(0, len(left), _PAIRS_AT_ONCE):
             here = slice(first, first + _PAIRS_AT_ONCE)
@@ -266,11 +259,8 @@ class Verifier:
             same[first + close] = repeats
         return same
 
-    def _compare_pairs(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
-        """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true.
-
-        The similarity is the Jaccard similarity of the documents' 5-grams, which are kept for later calls.
-        """
+    def _compare_pairs(self, left: Ids, right: Ids) -> Bools:
+        """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true."""
         ids = np.unique(np.concatenate((left, right)))
         if self._count > _KEPT_GRAMS:
             self._grams.clear()
@@ -339,23 +329,18 @@ VERSION = 3
 
 
 def count_leak(
-    context: Context, directory: Path, read: documents.Documents, decision: selection.Decisions
+    context: Context, directory: Path, chunks: Sequence[documents.Chunk], decision: selection.Decisions
 ) -> dict[str, int]:
     """Count the training documents at least as similar to a held-out one as dedup.threshold, whatever their facts.
 
     Returns {"documents": how many such, "held_out": how many held-out documents they match}. Searches as write_likes()
     does, with its errors, and temporary files in `directory`.
     """
-    write_likes(context, directory, read.chunks, first_states(decision), is_leak=True)
+    write_likes(context, directory, chunks, first_states(decision), is_leak=True)
     like = np.load(directory / "like.npy")
     (directory / "like.npy").unlink()
     leaked = like[like != np.arange(len(like))]
     return {"documents": len(leaked), "held_out": len(np.unique(leaked))}
-
-
-def read_likes(step: Step | None) -> Labels | None:
-    """Return the like.npy of a near_duplicates step, mapped into memory: [documents]; None without a step."""
-    return None if step is None else np.load(step.path / "like.npy", mmap_mode="r")
 
 
 @dataclass(frozen=True)
@@ -373,10 +358,9 @@ def write_likes(
 ) -> int:
     """Sign all chunks, sort their keys, and write like.npy into `directory`; return the number of pairs compared.
 
-    like.npy [documents] has the index of the document that each repeats (with is_leak: of the held-out document that a
-    training document resembles), else its own. `states`, from first_states(), is changed. Writes temporary files into
-    `directory` too, and removes them. Starts workers, or raises UserError; the cache keeps signatures and, for large
-    searches, results. Prints how many of either are missing if some are there.
+    like.npy is find_likes()'; with is_leak, it has the held-out document that a training document resembles. `states`,
+    from first_states(), is changed. Writes temporary files into `directory` too, and removes them. Starts workers, or
+    raises UserError; the cache keeps signatures and, for large searches, results.
     """
     load_verifier.cache_clear()
     keys = [files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]) for chunk in chunks]
@@ -434,7 +418,8 @@ def plan_search(
 
 def sign_chunk(task: ChunkTask) -> Arrays:
     """Return {"signatures": uint16 [documents, BINS]} of a chunk. Runs in a worker."""
-    return {"signatures": ngrams.sign_chunk(task.chunk)}
+    index = documents.read_index(task.chunk)
+    return {"signatures": ngrams.sign_block(task.chunk.read_bytes(), index["end"], index["characters"])}
 
 
 def sort_group(group: Group) -> None:
@@ -443,7 +428,7 @@ def sort_group(group: Group) -> None:
     signed, done, first = np.empty(group.documents, dtype=np.uint32), 0, 0
     for kept in group.signed:
         signatures = load_kept(kept)["signatures"]
-        here = np.flatnonzero(ngrams.has_signature(signatures))
+        here = np.flatnonzero((signatures != 0).any(axis=1))  # those with a 5-gram
         keys[:, done : done + len(here)] = ngrams.band_keys(signatures[here])
         signed[done : done + len(here)] = here + first
         done, first = done + len(here), first + len(signatures)

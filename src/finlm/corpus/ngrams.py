@@ -1,9 +1,8 @@
 """Hash the character n-grams of many documents at once, and make MinHash signatures of them.
 
-A block of documents becomes one array of code points, and every window of n gets a 64-bit hash by n multiplications
-over whole arrays: 20 to 30 million windows a core-second. Where only the words matter (near-duplicates, benchmark
-questions) letters and digits alone are kept, in lower case. Hashes of different n-grams collide with probability 2^-64
-each; nothing here is cryptographic.
+A block of documents becomes one array of code points, and every window of n gets a 64-bit hash by multiplications over
+whole arrays: 20 to 30 million windows a core-second. Where only the words matter (near-duplicates, benchmark questions)
+letters and digits alone are kept, in lower case. Different n-grams collide once in 2^64; nothing is cryptographic.
 
 A signature is 128 numbers a document; two agree in the share of them that their 5-grams do. One-permutation MinHash
 (Li, Owen and Zhang 2012) with densification by rotation (Shrivastava and Li 2014): each 5-gram is hashed once, its
@@ -85,7 +84,7 @@ def hash_grams(text: Characters, n: int) -> Grams:
 
 
 def starts(text: Characters, n: int) -> npt.NDArray[np.int64]:
-    """Return the ascending start positions, int64, of all windows of n characters that lie inside a single document."""
+    """Return the ascending start positions of all windows of n characters that lie inside a single document."""
     inside = np.ones(len(text.codes), dtype=np.bool_)
     inside[_crossing(text, n)] = False
     return np.flatnonzero(inside)
@@ -98,10 +97,7 @@ def _crossing(text: Characters, n: int) -> npt.NDArray[np.int64]:
 
 
 def windows(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
-    """Return the hash of every n consecutive characters, also across documents: uint64 [characters - n + 1].
-
-    `codes` are the characters' code points.
-    """
+    """Return the hash of every n consecutive code points, also across documents: uint64 [codes - n + 1]."""
     return mix(sums(codes.astype(np.uint64), n))
 
 
@@ -171,12 +167,6 @@ Ids = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 
-def sign_chunk(path: Path) -> Signatures:
-    """Return the signatures of a chunk of the documents step (see sign_block); reads its .txt and .npy."""
-    index = documents.read_index(path)
-    return sign_block(path.read_bytes(), index["end"], index["characters"])
-
-
 def sign_block(data: bytes, ends: Numbers, sizes: Numbers | None = None) -> Signatures:
     """Return the signatures of UTF-8 texts end to end, uint16 [documents, BINS]: zeros for a text without a 5-gram.
 
@@ -191,11 +181,6 @@ def sign_block(data: bytes, ends: Numbers, sizes: Numbers | None = None) -> Sign
             text = characters(here, limits, None if sizes is None else sizes[these])
             signatures[these] = _densify(_minima(words_only(text)))
     return signatures
-
-
-def has_signature(signatures: Signatures) -> npt.NDArray[np.bool_]:
-    """Return which rows belong to a document with at least one 5-gram: bool [documents]."""
-    return np.asarray((signatures != 0).any(axis=1))
 
 
 def band_keys(signatures: Signatures) -> Keys:
@@ -270,15 +255,14 @@ def _densify(minima: npt.NDArray[np.uint32]) -> Signatures:
     return np.take_along_axis(signatures, before.astype(np.intp), axis=1)
 
 
-BYTES_A_DOCUMENT = 2 * BINS  # of the signatures, which are kept
-SEARCH_BYTES_A_DOCUMENT = BYTES_A_DOCUMENT + BANDS * (8 + 4) + 1 + 4  # and sorted keys, states and labels
+SEARCH_BYTES_A_DOCUMENT = 2 * BINS + BANDS * (8 + 4) + 1 + 4  # signatures, sorted keys, states and labels
 
 
 @dataclass(frozen=True)
 class SortedKeys:
-    """The band keys of all documents, in files of sorted keys on disk: a file per group of documents.
+    """The band keys of all documents, sorted, in a file per group of documents.
 
-    The keys are cut into `parts` ranges of equal length, so that a worker reads the documents of one range alone.
+    They are cut into `parts` ranges of equal length, so that a worker reads the documents of one range alone.
     """
 
     directory: Path
@@ -292,8 +276,7 @@ class SortedKeys:
     def write(self, group: int, keys: Keys, signed: npt.NDArray[np.uint32]) -> None:
         """Write the file of a group: the keys [BANDS, documents] of its documents with a signature.
 
-        `signed` [documents], below 2**32, has the number of each within its group. Takes 20 bytes a document of memory
-        besides the arguments.
+        `signed` [documents] has the number of each within its group. Takes 20 bytes a document besides the arguments.
         """
         limits = np.array([part * 2**64 // self.parts for part in range(1, self.parts)], dtype=np.uint64)
         starts = np.zeros((BANDS, self.parts + 1), dtype="<i8")
@@ -331,7 +314,7 @@ class SortedKeys:
 
 
 def _read_at(file: int, kind: str, offset: int, count: int) -> npt.NDArray[Any]:
-    """Read `count` values of a NumPy type at a byte offset of a file. Raises OSError if the file is shorter."""
+    """Read `count` values of a NumPy type at a byte offset of an open file. Raises OSError if the file is shorter."""
     size = np.dtype(kind).itemsize * count
     first = offset - offset % 2**18  # whole blocks of 256 KiB are read: the next ranges are in memory then
     os.posix_fadvise(file, first, offset + size - first + -(offset + size) % 2**18, os.POSIX_FADV_WILLNEED)
@@ -346,7 +329,7 @@ _CATALOG = ("firsts.npy", "texts.npy", "signatures.npy")
 
 @dataclass(frozen=True)
 class Catalog:
-    """The files of all chunks in order, in arrays that are mapped into memory: a worker holds no list of them."""
+    """The files of all chunks in order, in arrays that are mapped into memory, as a million paths would be large."""
 
     firsts: Ids  # the first document of each
     texts: npt.NDArray[np.bytes_]
@@ -354,7 +337,7 @@ class Catalog:
 
     @staticmethod
     def write(directory: Path, chunks: Sequence[documents.Chunk], signatures: Sequence[Path]) -> None:
-        """Write the catalog's files into a directory; `signatures` has the .npz with the signatures of each chunk."""
+        """Write the catalog's files into a directory; `signatures` has the .npz of each chunk's signatures."""
         arrays = (
             np.array([chunk.rows.start for chunk in chunks], dtype=np.int64),
             np.array([bytes(chunk.path) for chunk in chunks], dtype=np.bytes_),

@@ -15,7 +15,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -39,32 +39,6 @@ _EMPTY = np.uint64(2**64 - 1)
 
 Hashes = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
-
-
-_BUCKET_BITS = 20
-
-
-class Buckets:
-    """Distinct hashes by their first 20 bits, to look many others up in a step or two each."""
-
-    def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
-        """Keep `hashes`, which ascend and differ."""
-        self._hashes = hashes
-        firsts = np.arange(2**_BUCKET_BITS, dtype=np.uint64) << np.uint64(64 - _BUCKET_BITS)
-        self._begin = np.append(np.searchsorted(hashes, firsts), len(hashes))
-
-    def find(self, wanted: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """Return (index, is there) of each wanted hash; an index means nothing where the hash is not there."""
-        bucket = wanted >> np.uint64(64 - _BUCKET_BITS)
-        place, end = self._begin[bucket], self._begin[bucket + np.uint64(1)]
-        is_there = np.zeros(len(wanted), dtype=np.bool_)
-        left = np.flatnonzero(place < end)
-        while len(left):
-            here = self._hashes[place[left]]
-            is_there[left] = here == wanted[left]
-            left = left[(here < wanted[left]) & (place[left] + 1 < end[left])]
-            place[left] += 1
-        return place, is_there
 
 
 @dataclass(frozen=True)
@@ -124,7 +98,9 @@ class Model:
         count = np.maximum(np.diff(text.starts) - self.order + 1, 0)
         hashes = [ngrams.windows(text.codes, size) for size in range(1, self.order + 1)]
         last = whole + self.order - 1
-        chance = self.grams[0].look_up(hashes[0][last], 0.0) + np.float32(_UNIFORM) * self._unknown
+        # What the single characters' discount leaves is for characters that are not in the table.
+        unknown = max(1e-6, 1 - float(self.grams[0].values.astype(np.float64).sum()))
+        chance = self.grams[0].look_up(hashes[0][last], 0.0) + np.float32(_UNIFORM) * np.float32(unknown)
         for size in range(2, self.order + 1):
             first = last - size + 1
             chance *= self.left[size - 2].look_up(hashes[size - 2][first], 1.0)
@@ -134,11 +110,6 @@ class Model:
         total = np.concatenate(([0], np.cumsum(surprise)))
         ends = np.cumsum(count)
         return (total[ends] - total[ends - count]) / np.maximum(count, 1) / _FIXED_POINT, count
-
-    @property
-    def _unknown(self) -> np.float32:
-        """The probability that the single characters' discount leaves for characters that are not in the table."""
-        return np.float32(max(1e-6, 1 - float(self.grams[0].values.astype(np.float64).sum())))
 
     def save(self, path: Path) -> None:
         """Write order and tables to the file `path`, which ends in .npz."""
@@ -271,10 +242,7 @@ def _measure_chunk(task: ChunkTask) -> Arrays:
     return {"log": np.where(count >= _ENOUGH, log, 0).astype(np.float32)}
 
 
-@lru_cache(maxsize=1)
-def _load_model(path: Path) -> Model:
-    """Return the model in a file; the last is cached in the process."""
-    return Model.load(path)
+_load_model = lru_cache(maxsize=1)(Model.load)  # a worker has many chunks for one model
 
 
 def _make_model(context: Context, settings: Perplexity) -> Step:
@@ -284,10 +252,10 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
     file or its hash is missing and the cache may not build.
     """
     rules = context.data.clean.model_copy(update={"perplexity": None})
-    inputs = _find_inputs(context, settings)
+    inputs = sources.hash_files(_find_files(context, settings), context.cache)
 
-    def make(directory: Path) -> Usual:
-        """Write model.npz into directory; return what it was trained on and the held-out perplexity."""
+    def make(directory: Path) -> dict[str, object]:
+        """Write model.npz into directory; return the manifest."""
         return _train(directory, _choose_clean_texts(inputs, rules, settings.clean_bytes), settings.order)
 
     depends_on = {
@@ -297,8 +265,7 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
         "order": settings.order,
         "clean_bytes": settings.clean_bytes,
     }
-    needed = 24 * settings.clean_bytes
-    step = context.cache.step("language_model", depends_on, lambda directory: asdict(make(directory)), needed)
+    step = context.cache.step("language_model", depends_on, make, 24 * settings.clean_bytes)
     about = step.manifest
     used = [f"{source} {units.format_bytes(size)}" for source, size in about["used"].items()]
     context.say(
@@ -307,16 +274,6 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
         f"{math.exp(about['mean']):,.0f} on {about['held_out']:,} clean documents held out",
     )
     return step
-
-
-def _find_inputs(context: Context, settings: Perplexity) -> list[Input]:
-    """Return the inputs of the clean set with the hashes of their files.
-
-    Raises UserError for a pattern that matches no file, a file that cannot be read, and a store that does not answer.
-    Raises NotPrepared, if the cache may not build, for a pattern without files and a file without a known hash.
-    """
-    inputs = _find_files(context, settings)
-    return sources.hash_files(inputs, context.cache)
 
 
 def _find_files(context: Context, settings: Perplexity) -> list[Input]:
@@ -337,9 +294,9 @@ def _find_files(context: Context, settings: Perplexity) -> list[Input]:
 def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int) -> list[tuple[str, bytes]]:
     """Return about wanted_bytes of distinct cleaned documents of the clean set, as (source, UTF-8 text).
 
-    Takes those with the lowest hashes, in that order. Every document is equally likely, so each file gives in
-    proportion to its text. Documents that the rules drop are skipped; only what may still be chosen is cleaned. Shows a
-    progress bar. Raises UserError for a table without the text's column and a file that changed since it was hashed.
+    Takes those with the lowest hashes, in that order, so each file gives in proportion to its text. Documents that the
+    rules drop are skipped. Shows a progress bar. Raises UserError for a table without the text's column and a file that
+    changed since it was hashed.
     """
     cleaner, total = clean.Cleaner(rules), 0
     chosen: list[tuple[int, str, bytes]] = []  # a heap, the highest hash first
@@ -355,7 +312,7 @@ def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int
         for source, row in rows:
             number = int.from_bytes(hashlib.blake2b(row.text.encode("utf-8", "replace"), digest_size=8).digest())
             if row.broken or number in seen or (total >= wanted_bytes and number > -chosen[0][0]):
-                continue
+                continue  # before cleaning, which takes most of the time
             text, reason = cleaner(row.text)
             if reason or not text:
                 continue
@@ -368,20 +325,11 @@ def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int
     return [(source, text) for _, source, text in sorted(chosen, reverse=True)]
 
 
-@dataclass(frozen=True)
-class Usual:
-    """What a model was trained on, and ln perplexity of the documents held out of that: mean and deviation."""
+def _train(directory: Path, chosen: Sequence[tuple[str, bytes]], order: int) -> dict[str, object]:
+    """Train the model on nine tenths of the texts, of `chosen` (source, text), and write model.npz into `directory`.
 
-    used: dict[str, int]  # bytes by source
-    held_out: int
-    mean: float
-    deviation: float
-
-
-def _train(directory: Path, chosen: Sequence[tuple[str, bytes]], order: int) -> Usual:
-    """Train the model on nine tenths of the texts, write model.npz, and return its perplexity on the other tenth.
-
-    Raises UserError when fewer than 20 of the held-out texts are long enough.
+    Returns {used: bytes by source, held_out: number of the other texts that count, mean and deviation: of their ln
+    perplexity}. Raises UserError when fewer than 20 of the held-out texts are long enough.
     """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     used = Counter[str]()
@@ -402,4 +350,5 @@ def _train(directory: Path, chosen: Sequence[tuple[str, bytes]], order: int) -> 
             fix=f"name files with at least {_HELD_OUT * _LEAST_HELD_OUT:,} such documents",
         )
     model.save(directory / "model.npz")
-    return Usual(dict(sorted(used.items())), len(usual), float(usual.mean()), float(usual.std()))
+    about = {"used": dict(sorted(used.items())), "held_out": len(usual)}
+    return about | {"mean": float(usual.mean()), "deviation": float(usual.std())}

@@ -71,10 +71,7 @@ def list_inputs(context: Context) -> list[Input]:
 
 
 def _with_sides(inputs: Sequence[Input], sides: Mapping[str, str]) -> list[Input]:
-    """Return copies of the inputs with `sides`, the fields that decide what is held out.
-
-    Raises UserError for text files if sides is not empty, as text has no fields.
-    """
+    """Return copies of the inputs with `sides` (Data.sides). Raises UserError for text files, which have no fields."""
     for item in inputs:
         if sides and item.format in ("txt", "lines"):
             raise UserError(
@@ -208,15 +205,8 @@ def list_cut_files(directory: Path, inputs: Sequence[documents.InputRead]) -> li
     return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if readers.is_cut(row["reason"])]
 
 
-class _Sample(NamedTuple):
-    """The share of text, and the size of a document, in the first rows of the inputs, as an estimate for all rows."""
-
-    text_share: float  # of a file's bytes once it is unpacked, at most 1
-    text_bytes: float  # of a document
-
-
-def _sample_rows(inputs: Sequence[Input]) -> _Sample:
-    """Return the share of text and the mean document size in the first 200 rows of up to 31 inputs, evenly spread.
+def _sample_rows(inputs: Sequence[Input]) -> tuple[float, float]:
+    """Return (share of text in the unpacked bytes, bytes of a document) in the first 200 rows of up to 31 inputs.
 
     Without any text, assumes a share of 1 and documents of 100 bytes. Raises UserError for a table without the text's
     column, a file that changed since it was hashed, and an archive of a kind that is not read.
@@ -226,17 +216,14 @@ def _sample_rows(inputs: Sequence[Input]) -> _Sample:
         block = next(readers.blocks(item, step_cache.ignore_progress), None)
         for row in itertools.islice(parsing.parse_block(block, item), 200) if block else ():
             raw, text, rows = raw + len(row.raw), text + len(row.text.encode("utf-8", "replace")), rows + 1
-    return _Sample(min(1.0, text / raw), max(1.0, text / rows)) if text else _Sample(1.0, 100.0)
+    return (min(1.0, text / raw), max(1.0, text / rows)) if text else (1.0, 100.0)
 
 
 def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
-    """Raise UserError if disk or memory will not suffice for the steps up to the shards.
-
-    Estimates the need from file sizes and sample rows, before hours of reading.
-    """
-    settings, sample = context.recipe.tokenizer, _sample_rows(inputs)
-    text_bytes = int(readers.estimate_bytes(inputs, packed=3) * sample.text_share)
-    count = int(text_bytes / sample.text_bytes)
+    """Raise UserError if disk or memory will not suffice for the steps up to the shards, by sizes and sample rows."""
+    settings, (text_share, document_bytes) = context.recipe.tokenizer, _sample_rows(inputs)
+    text_bytes = int(readers.estimate_bytes(inputs, packed=3) * text_share)
+    count = int(text_bytes / document_bytes)
     rows = 0 if context.recipe.model.vocab_size == "auto" else context.recipe.model.vocab_size
     token_bytes = 4 if context.data.token_dtype == "uint32" or (settings.pieces or rows) > 65536 else 2
     # A Chinese tokenizer has 4 bytes of text a token, kept in chunks and in shards; each document has an index of 28
@@ -304,7 +291,8 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         dropped = np.full(len(table.source), selection.TRAIN, dtype=np.uint8)
         if perplexity_step is not None:
             dropped[perplexity.surprising_documents(perplexity_step, context.data.clean)] = selection.PERPLEXITY
-        dropped[contamination.contaminated_documents(contamination_step)] = selection.CONTAMINATED
+        if contamination_step is not None:
+            dropped[np.load(contamination_step.path / "documents.npy")] = selection.CONTAMINATED
         return selection.settle(table, splits, context.data, dropped)
 
     others = {
@@ -320,13 +308,14 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
 
     def make(directory: Path) -> dict[str, object]:
         """Write decisions.npy and dropped.jsonl into directory; return the counts."""
-        table, like = selection.Table.read(read.chunks, directory), near.read_likes(near_step)
+        table = selection.Table.read(read.chunks, directory)
+        like = None if near_step is None else np.load(near_step.path / "like.npy", mmap_mode="r")
         decision = selection.hold_out(table, splits, context.data, settle(table), like)
         counts = selection.count_decisions(table, decision, read.inputs)
         table.remove()
         np.save(directory / "decisions.npy", decision)
         _write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
-        leak = {"leak": near.count_leak(context, directory, read, decision)} if sides else {}
+        leak = {"leak": near.count_leak(context, directory, read.chunks, decision)} if sides else {}
         return {"sources": counts, "total": selection.total_counts(counts), **leak}
 
     depends_on = {
@@ -391,33 +380,23 @@ def _write_samples(
     indexes among all documents, `start` the first 120 characters.
     """
     samples = list(_samples(chunks, decision, like))
-    wanted = np.unique(
-        [number for sample in samples for number in (sample.document, sample.like) if number is not None]
-    )
+    wanted = np.unique([row[key] for row in samples for key in ("document", "like") if key in row])
     starts = dict(_read_starts(chunks, wanted.astype(np.int64)))
     with path.open("w", encoding="utf-8") as file:
-        for sample in samples:
-            row = sample._asdict() | {"start": starts[sample.document]}
-            if sample.like is None:
-                del row["like"]
-            else:
-                row["like_start"] = starts[sample.like]
+        for row in samples:
+            row["start"] = starts[row["document"]]
+            if "like" in row:
+                row["like_start"] = starts[row["like"]]
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-class _Dropped(NamedTuple):
-    """A dropped document by its index among all; `like` is the index of the document that it repeats, if it does."""
-
-    source: str
-    reason: str
-    document: int
-    like: int | None
 
 
 def _samples(
     chunks: Sequence[documents.Chunk], decision: selection.Decisions, like: npt.NDArray[Any] | None
-) -> Iterator[_Dropped]:
-    """Yield the first 20 dropped documents of each source and reason; `like` is what a near-duplicate repeats."""
+) -> Iterator[dict[str, Any]]:
+    """Yield {source, reason, document} of the first 20 dropped documents of each source and reason.
+
+    Near-duplicates also have `like`, the index of the document that they repeat, from the array `like`.
+    """
     taken: dict[tuple[str, int], int] = {}
     for chunk in chunks:
         here = decision[chunk.rows]
@@ -427,7 +406,8 @@ def _samples(
             taken[chunk.source, code] = taken.get((chunk.source, code), 0) + len(chosen)
             kept = like if code in (selection.NEAR_DUPLICATE, selection.NEAR_HELD_OUT) else None
             for number in chosen:
-                yield _Dropped(chunk.source, selection.NAMES[code], number, None if kept is None else int(kept[number]))
+                row = {"source": chunk.source, "reason": selection.NAMES[code], "document": number}
+                yield row if kept is None else row | {"like": int(kept[number])}
 
 
 def _read_starts(chunks: Sequence[documents.Chunk], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
