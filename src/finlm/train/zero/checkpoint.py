@@ -5,9 +5,8 @@ later step publishes it on all ranks at once: manifest last, rank 0's directory 
 leaves the checkpoints before it. A disk that is full, or fails, costs that checkpoint and not the run.
 
 No shared disk is assumed: of the ranks that see the same directory the first, its leader, lists, publishes and removes
-what lies there. Resuming takes the newest checkpoint that all directories have, every file proved by its hash; a
-damaged one is set aside and named, and the one before it is used. Those in the hosts' memory (in_memory.py) are
-written, published and found in the same way.
+what lies there. Resuming takes the newest checkpoint that all directories have, every file proved by its hash. Those in
+the hosts' memory (in_memory.py) are written, published and found in the same way.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Checkpoints:
         """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
 
         Finishes the last save first, and records an incident if that takes over WAIT_SECONDS. Saves to `memory` if
-        given, else to disk. Without room, only records and prints why. self.saving is the save under way. Collective.
+        given, else to disk. Without room, only records and prints why. Collective.
         """
         called, previous = time.monotonic(), self.saving
         self.finish()
@@ -130,7 +129,7 @@ class Checkpoints:
         self.store.place = self.buffers.place if asynchronous else torch.Tensor.detach
         states = self._collect_states(step)
         if asynchronous and self.plan.device == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the copies into pinned memory: the next step changes what they read
         write = functools.partial(storage.write_files, states=states, rank=self.rank, threads=self.threads)
         if memory is not None:
             names = Counter(name for names in entry.gather_values(list(states)) for name in names)
@@ -145,10 +144,10 @@ class Checkpoints:
             self.finish()
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint and return its step, 0 without any. May record `resharded`.
+        """Load the newest whole checkpoint and return its step, 0 without any. Collective.
 
         Raises UserError when the run had checkpoints and none is whole on all hosts, or one has a manifest of another
-        version of finlm, and when the launcher announced another step (FINLM_STEP). Collective.
+        version of finlm, and when the launcher announced another step (FINLM_STEP).
         """
         checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
@@ -166,8 +165,8 @@ class Checkpoints:
     def roll_back(self, at_most: int) -> int | None:
         """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without any.
 
-        Leaves out those that signals asked for, so that a run ends as one without signals. Finishes the last save, and
-        then removes checkpoints of later steps. Raises UserError when ranks have some but none in common.
+        Finishes the last save, and then removes checkpoints of later steps. Collective. Raises UserError when ranks
+        have some but none in common, or one has a manifest of another version of finlm.
         """
         self.finish()
         checkpoint = self._find_newest(at_most)
@@ -182,11 +181,10 @@ class Checkpoints:
         return checkpoint[1].step
 
     def _find_newest(self, at_most: int | None = None) -> tuple[Path, Manifest] | None:
-        """Return the newest checkpoint that is whole on all ranks' disks, None without any; rename damaged ones.
+        """Return the newest checkpoint that is whole on all ranks' disks, None without any.
 
-        Records an incident for each damaged one. With `at_most` only scheduled ones of that step or before count.
-        Raises UserError, on all ranks: when ranks have some but none in common; when a manifest is of another version
-        of finlm; without `at_most`, when the run had some and none is usable.
+        Renames damaged ones, with an incident for each. With `at_most` only scheduled ones of that step or before
+        count. Raises UserError as resume() and roll_back() say, on all ranks.
         """
         while candidates := self._find_common(at_most):
             step = max(candidates)
@@ -219,7 +217,7 @@ class Checkpoints:
         common = disk.common_steps([steps for _, steps in every])
         if not common and any(steps for _, steps in every):
             raise disk.missing_error(self.run.path, dict(every))
-        if at_most is not None:
+        if at_most is not None:  # not those that signals asked for: a run must end as one without signals
             folder, due = self.run.checkpoints, self.keep.every_steps
             common = {step for step in common if step <= at_most and (here[step].parent != folder or is_due(step, due))}
         return {step: here[step] for step in common}
@@ -228,8 +226,7 @@ class Checkpoints:
         """Read a checkpoint's manifest and check this rank's share of its files; return (manifest, the problem or "").
 
         Returns (None, problem) if the manifest is unreadable, (None, error) if it is out of reach or of another version
-        of finlm. The share is this rank's files, and some of absent ranks. The leader prints which files are not in the
-        manifest.
+        of finlm. The leader prints which files are not in the manifest.
         """
         try:
             manifest = Manifest.read(directory)
@@ -239,7 +236,7 @@ class Checkpoints:
             return None, error
         owners = {part.rank for part in manifest.files.values()} & set(self.members)
         has_copies = directory.parent == self.run.checkpoints and manifest.layout == self.layout  # hosts prove theirs
-        mine = {}
+        mine = {}  # this rank's share: its own files, and some of absent ranks
         for number, (name, part) in enumerate(manifest.files.items()):
             owner = part.rank if part.rank in owners else self.members[number % len(self.members)]
             if owner == self.rank and (part.rank in owners or not has_copies):
@@ -249,10 +246,10 @@ class Checkpoints:
         return manifest, "; ".join(disk.find_faults(directory, mine, self.threads))
 
     def _load(self, directory: Path, manifest: Manifest) -> None:
-        """Load a proved checkpoint into the engine, resharded if layout or groups differ, and set watch_loaded.
+        """Load a proved checkpoint into the engine and set watch_loaded. Collective.
 
-        Records `resharded`. Restores this rank's random generators if it saved them and the number of ranks is the
-        same. Raises RuntimeError when DeepSpeed does not load it.
+        If layout or groups differ, reshards it and records `resharded`. Restores this rank's random generators if the
+        number of ranks is the same. Raises RuntimeError when DeepSpeed does not load it.
         """
         engine, folder, tag = self.engine, str(directory.parent), directory.name
         name = engine._get_ckpt_name(folder, tag)
@@ -289,7 +286,7 @@ class Checkpoints:
                 self._publish_written()
 
     def finish(self) -> None:
-        """Publish the checkpoint being written, or record an incident on OSError; remove old ones. Collective."""
+        """Wait until the checkpoint under way is published, or its failure recorded; remove old ones. Collective."""
         if self.saving is not None:
             self._publish_written()
         self.pool.submit(lambda: None).result()  # and for the removal of old ones
@@ -319,7 +316,8 @@ class Checkpoints:
             "watch": self.watch_state(),
         }
         loop["next_row_of_the_order"] = loop["tokens"] // self.plan.sequence_length
-        return self.store.take_collected() | {f"loop_rank_{self.rank}.pt": loop}
+        collected, self.store.collected = self.store.collected, {}
+        return collected | {f"loop_rank_{self.rank}.pt": loop}
 
     def _steps_on_disk(self) -> list[int]:
         """Return the steps of the complete checkpoints in this directory, without those that are in memory."""
@@ -332,9 +330,9 @@ class Checkpoints:
         return extra if len(extra) < len(steps) else []
 
     def _measure_once(self) -> None:
-        """Measure the bytes of a save, once; start to reserve buffers for copies if saves are asynchronous. Collective.
+        """Measure the bytes of a save, once a step was applied: there are no moments before. Collective.
 
-        Does nothing before a step was applied (no moments yet). If copies do not fit a host, says so and saves in sync.
+        If saves are asynchronous, starts to reserve buffers for copies, or says that they do not fit a host.
         """
         if self.bytes_here is not None or not self.engine.was_step_applied():
             return
@@ -361,17 +359,16 @@ class Checkpoints:
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)
-        free, needed = shutil.disk_usage(self.run.checkpoints).free, (self.bytes_here or 0) + MARGIN_BYTES // 64
-        if free >= needed:
-            return ""
-        for extra in self._unscheduled_steps():  # kept only as long as there is room
-            disk.remove(self.run.checkpoint(extra))
+        needed = (self.bytes_here or 0) + MARGIN_BYTES // 64
+        if shutil.disk_usage(self.run.checkpoints).free < needed:
+            for extra in self._unscheduled_steps():  # kept only as long as there is room
+                disk.remove(self.run.checkpoint(extra))
         if (free := shutil.disk_usage(self.run.checkpoints).free) >= needed:
             return ""
         return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
 
     def _publish_written(self) -> None:
-        """Wait until the checkpoint is written, publish and record it, and remove old ones. Collective.
+        """Wait until the checkpoint is written, publish and record it, and start to remove old ones. Collective.
 
         On a rank's OSError, removes it instead and records an incident. Raises other errors.
         """
@@ -425,11 +422,12 @@ class Checkpoints:
     def _record_failure(self, step: int, problems: list[str], memory: InMemory | None = None) -> None:
         """Record and print why a checkpoint was not saved; one in memory is not tried again before the next start."""
         detail = "; ".join(dict.fromkeys(problems))
-        if memory is not None:
+        if memory is None:
+            after = "training goes on, the next checkpoint is tried in its turn"
+            self.note(step, "checkpoint not saved", f"{detail}; {after}")
+        else:
             memory.problem = detail
             self.note(step, "checkpoint not in memory", f"{detail}; training goes on, with those on disk alone")
-            return
-        self.note(step, "checkpoint not saved", f"{detail}; training goes on, the next checkpoint is tried in its turn")
 
     def note(self, step: int, what: str, detail: str) -> None:
         """On rank 0, record an incident in events.jsonl and print it."""

@@ -58,8 +58,8 @@ def adamw(
 ) -> None:
     """Take an AdamW step: change `master`, `mean` and `square`, fp32, in place by `gradient`, of any dtype.
 
-    All tensors have the same shape. `numbers` is fp32 [4]: the multiplier of the gradient, that of the weight
-    (1 - lr * decay), lr / (1 - beta1^t), and sqrt(1 - beta2^t), by which the root of `square` is divided.
+    `numbers` is fp32 [4]: the multiplier of the gradient, that of the weight (1 - lr * decay), lr / (1 - beta1^t), and
+    sqrt(1 - beta2^t), by which the root of `square` is divided.
     """
     beta1, beta2, eps, l2 = constants
     factor, keep, rate, root = numbers.unbind()
@@ -70,10 +70,7 @@ def adamw(
 
 
 class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """DeepSpeed's optimizer of stages 1 and 2, stepped by AdamW in one compiled pass over the 16-bit gradients.
-
-    In place of the fp32 gradient, DeepSpeed gets a single zero, expanded to the shape of a group.
-    """
+    """DeepSpeed's optimizer of stages 1 and 2, stepped by AdamW in one compiled pass over the 16-bit gradients."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         """Make DeepSpeed's optimizer of its arguments; AdamW is compiled when the first step calls it."""
@@ -81,21 +78,19 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
 
     def _get_preflattened_grad_partition(self, group_no: int) -> torch.Tensor:
-        """Keep the flat gradients of group `group_no` in self._gradient for its step, in place of another group's.
-
-        Return fp32 zeros [size of this rank's partition] for DeepSpeed to copy and scale: one number, expanded.
-        """
+        """Keep the flat gradients of group `group_no` in self._gradient for its step; return zeros of their shape."""
         flat = super()._get_preflattened_grad_partition(group_no)
         self._gradient = self.flatten(self.averaged_gradients[group_no]) if flat is None else flat
+        # DeepSpeed copies and scales what it gets as the fp32 gradient: here a single number, expanded.
         return torch.zeros(1, device=self.device).expand(int(self.partition_size[group_no]))
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: torch.Tensor) -> None:
         """Keep in self._factor, for the step, the multiplier that unscales and clips gradients; change no gradient.
 
-        It is the reciprocal of what DeepSpeed divides by: 1 / loss scale, or less to clip. `total_norm` is the norm of
-        the scaled loss's gradient over all ranks, and must be finite: DeepSpeed calls this for no other step. Its own
-        method would ask the GPU in every group. `grad_groups_flat` is not read.
+        It is 1 / loss scale, or less to clip. `total_norm` is the norm of the scaled loss's gradient over all ranks,
+        finite, as DeepSpeed calls this for no other step. `grad_groups_flat` is not read.
         """
+        # Stays on the GPU: DeepSpeed's own method would ask it in every group.
         excess = torch.ones_like(total_norm, dtype=torch.float64)
         if self.clip_grad > 0:
             excess = ((total_norm.double() / self.loss_scale + 1e-6) / self.clip_grad).clamp(min=1)
@@ -104,14 +99,13 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def _optimizer_step(self, group_no: int) -> None:
         """Step group `group_no` by the kept gradients and factor, in place; forget the gradients."""
         self._step_flat(group_no, self._gradient)
-        del self._gradient
+        del self._gradient  # else it would live on while the next group's is made
         self._lazy_init_hp_params_optimizer_state()
 
     def _step_flat(self, group_no: int, gradient: torch.Tensor) -> None:
-        """Step the flat weights and moments of group `group_no` in place by its `gradient`.
+        """Step the flat weights and moments of group `group_no` in place by its `gradient` times self._factor.
 
-        The gradient is multiplied by self._factor first, and stays as it is. Weights and moments may be longer than it,
-        by padding. Adds 1 to the group's step count. The first call makes the moments.
+        They may be longer than it, by padding. Adds 1 to the group's step count. The first call makes the moments.
         """
         group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
         state = self.optimizer.state[master]
@@ -141,11 +135,11 @@ def lock_pages(memory: torch.Tensor) -> torch.Tensor:
     """Pin host memory for fast copies to the GPU and return the pinned tensor. Raises RuntimeError if CUDA refuses.
 
     Tensors of at least OWN_PAGES_BYTES are pinned in place and must never be freed; write to them first, so that their
-    pages exist. Smaller ones share pages, which CUDA does not pin twice: for them, returns a pinned copy. torch's
-    allocator is not used for large ones because it rounds up to a power of two.
+    pages exist. Of smaller ones, returns a pinned copy.
     """
-    if memory.nbytes < OWN_PAGES_BYTES:
+    if memory.nbytes < OWN_PAGES_BYTES:  # they share pages, which CUDA does not pin twice
         return memory.pin_memory()
+    # Not torch's allocator, which rounds up to a power of two.
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
     return memory
 
@@ -191,10 +185,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return super().state_dict()
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """Wait for the device, load a state as DeepSpeed does, and copy its moments into the host memory of __init__.
-
-        The arguments are DeepSpeed's.
-        """
+        """Wait for the device, load a state as DeepSpeed does, and copy its moments into the same host memory."""
         self.backend.synchronize()
         super().load_state_dict(*arguments, **named)
         for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
@@ -208,11 +199,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return norm.cpu()
 
     def step(self, closure: Any = None) -> None:
-        """Take DeepSpeed's step, each group in parts that pass through the GPU. `closure` goes to DeepSpeed.
-
-        Allocates the GPU buffers for the parts. During the step, a number on the GPU, expanded, stands in for each
-        master tensor; the master weights are put back afterwards, also after an error.
-        """
+        """Take DeepSpeed's step, each group in parts that pass through the GPU, in buffers allocated for the step."""
         self.masters = [master.data for master in self.single_partition_of_fp32_groups]
         counts = [-(-len(master) // STREAM_GROUP) for master in self.masters]
         size, sets = min(STREAM_GROUP, max(map(len, self.masters))), min(STREAM_SETS, sum(counts))
@@ -220,7 +207,9 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged = [list(torch.empty(3, size, device=self.device)) for _ in range(sets)]
         self.saved = [self.backend.current_stream().record_event()] * sets
         self.turns = itertools.cycle(range(sets))
-        number = torch.empty(1, device=self.device)
+        number = torch.empty(
+            1, device=self.device
+        )  # expanded, it stands in for masters, which DeepSpeed wants on the GPU
         for master in self.single_partition_of_fp32_groups:
             master.data = number.expand(len(master))
         try:
@@ -234,8 +223,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Step group `group_no` in parts, each copied to the GPU before its step and to the host after it.
 
         All is enqueued at once: a part comes to the GPU while the part before it is stepped and earlier ones go back.
-        An embedding is one group whatever its size, and parts keep it from filling the GPU. Leaves the group's 16-bit
-        weights as master.data.
+        An embedding is one group whatever its size, and parts keep it from filling the GPU.
         """
         master, moments = self.single_partition_of_fp32_groups[group_no], self.moments[group_no]
         host = [self.masters[group_no], *moments.values()]
@@ -259,10 +247,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         master.data = weights  # which DeepSpeed copies to the weights
 
     def _step_part(self, group_no: int, start: int) -> None:
-        """Step the part of a group that begins at element `start`, which master.data, master.grad and the moments hold.
-
-        They have only the part's elements now: `start` is not read here.
-        """
+        """Step the part of a group that begins at element `start`: master.data, master.grad and the moments are its."""
         super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
@@ -276,10 +261,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged = []
 
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`.
-
-        Return the event at their end.
-        """
+        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`; return the event at the end."""
         with self.backend.stream(stream):
             stream.wait_event(before)
             for target, source in zip(targets, sources, strict=True):
@@ -317,8 +299,7 @@ OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero
 def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
     """Make and return the DeepSpeed engine of `model`, with the plan's optimizer; the process group must exist.
 
-    `ds_config` is the file of DeepSpeed's settings. Replaces slow parts of the optimizer (tune), and may change the
-    classes of linear layers (products.swap_summing).
+    `ds_config` is the file of DeepSpeed's settings. May change the classes of linear layers (products.swap_summing).
     """
     with use_optimizer(plan):
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -341,11 +322,9 @@ def use_optimizer(plan: Plan) -> Iterator[None]:
 
 
 def tune(optimizer: Any, plan: Plan) -> None:
-    """Replace slow parts of DeepSpeed's optimizer in place, before step 1.
+    """Replace methods of DeepSpeed's optimizer in place: slow ones at stages 1 and 2, unless the host steps.
 
-    At stage 0 in fp32, only makes it skip steps whose gradient is not finite (skip_non_finite). At stages 1 and 2,
-    unless the host's cores step: takes the norm from global_norm(), and leaves out the separate look for gradients that
-    are not finite. At stage 1 on a single rank it also leaves out the average over that rank. Else does nothing.
+    At stage 0 in fp32, only makes it skip steps whose gradient is not finite (skip_non_finite).
     """
     if plan.zero_stage == 0 and plan.precision == "fp32":
         skip_non_finite(optimizer)
@@ -361,13 +340,14 @@ def tune(optimizer: Any, plan: Plan) -> None:
 def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
     """Make a plain optimizer skip a step when a gradient is not finite, as ZeRO's and the 16-bit optimizers do.
 
-    Replaces optimizer.step; the new one sets optimizer.overflow for the engine. The gradients are averaged over the
-    ranks by then, so all ranks decide alike. A step without any gradient raises RuntimeError.
+    Replaces optimizer.step; the new one sets optimizer.overflow for the engine. A step without any gradient raises
+    RuntimeError.
     """
     take_step = optimizer.step
 
     def step(*arguments: Any, **named: Any) -> None:
         """Take the step unless a gradient is not finite; set optimizer.overflow to whether that was so."""
+        # Averaged over the ranks by now, so all of them decide alike.
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         optimizer.overflow = not bool(torch.stack(norms).isfinite().all())  # type: ignore[attr-defined]
@@ -380,10 +360,8 @@ def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
 def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[torch.nn.Parameter]]]:
     """Return the trained parameters as torch's groups ({"params": [...]}), each of at most optimizer_group() elements.
 
-    A larger parameter is a group by itself. Outside ZeRO-1 and 2 returns one group. Those stages step group by group
-    and hold the fp32 gradient of a group at a time; in a single group it would be of all parameters, and set the peak
-    of the whole step. The order is the model's; on CUDA, if any weight is 3-D (experts), parameters whose number of
-    elements is no multiple of 8 come last.
+    A larger parameter is a group by itself. Outside ZeRO-1 and 2 returns one group. The order is the model's, but for
+    the parameters of odd size beside experts on a GPU, which come last.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if plan.device == "cuda" and any(parameter.dim() == 3 for parameter in trained):
@@ -391,6 +369,7 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
         trained.sort(key=lambda parameter: parameter.numel() % 8 > 0)
     if plan.zero_stage not in (1, 2):
         return [{"params": trained}]
+    # These stages hold the fp32 gradient of a group at a time: in a single group it would set the peak of the step.
     most = optimizer_group(plan.offload_optimizer, plan.world_size)
     return [{"params": group} for group in group_members(trained, most, torch.nn.Parameter.numel)]
 
@@ -398,15 +377,13 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
 def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
     """Return the 2-norm of `gradients` over all ranks, a scalar fp32 tensor; -1 when it is not finite. Collective.
 
-    -1 is DeepSpeed's sign for it. Leaves out tensors that DeepSpeed marked as padding. Arguments after `gradients` are
-    ignored.
-
-    DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200. The
-    reduction in fp32, straight from the 16-bit gradients, takes 4.
+    Leaves out tensors that DeepSpeed marked as padding. `optimizer` is DeepSpeed's; other arguments are ignored.
     """
     parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
+    # DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200.
+    # The reduction in fp32, straight from the 16-bit gradients, takes 4.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
     distributed.all_reduce(squares, group=optimizer.dp_process_group)
     norm = squares.sqrt()
-    return torch.where(norm.isfinite(), norm, -1.0)
+    return torch.where(norm.isfinite(), norm, -1.0)  # DeepSpeed's sign for it

@@ -52,7 +52,7 @@ class InMemory:
     def __init__(self, run: RunDir, plan: Plan, keep: CheckpointSettings) -> None:
         """Make this host's directory, remove useless leftovers of former launches, and connect to the neighbours.
 
-        If any rank cannot use its directory, sets self.problem on all ranks, and nothing is kept in memory.
+        If a rank cannot use its directory, sets self.problem on all ranks, and nothing is kept in memory. Collective.
         """
         self.run, self.minutes, self.ranks = run, keep.memory_minutes, plan.world_size
         self.directory = run.memory(keep.memory_directory)
@@ -70,7 +70,8 @@ class InMemory:
         self.members = entry.ranks_sharing(self.directory)
         if self.leads:
             self._clean()
-        groups = _group_ranks(entry.gather_values(self.members[0]))
+        leaders = entry.gather_values(self.members[0])
+        groups = [[rank for rank, leader in enumerate(leaders) if leader == first] for first in dict.fromkeys(leaders)]
         if len(groups) > 1 and plan.zero_stage > 0:  # under stage 0 each host has the whole
             self.sources, self.target = neighbours(groups, distributed.get_rank())
             self.group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=SECONDS))
@@ -97,17 +98,14 @@ class InMemory:
                     shutil.rmtree(path, ignore_errors=True)
 
     def measure(self, sizes: Sequence[int]) -> None:
-        """Set bytes_here, the bytes of a checkpoint in this host's memory.
-
-        `sizes` has the bytes of each rank's files.
-        """
+        """Set bytes_here, the bytes of a checkpoint in this host's memory, by the bytes of each rank's files."""
         here = [*self.members]
         for member, sources in enumerate(entry.gather_values(self.sources)):
             here += sources if member in self.members else []
         self.bytes_here = sum(sizes[rank] for rank in here)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is to be kept after `step`. Ask after every step: all ranks get the same answer.
+        """Return whether a checkpoint is to be kept after `step`, the same on all ranks. To be called after every step.
 
         False before measure() and after a problem. The first call schedules the first checkpoint FIRST_STEPS later.
         """
@@ -128,12 +126,12 @@ class InMemory:
     def schedule(self, step: int, stall: float, seconds: float) -> None:
         """Set the step of the next checkpoint, and every_seconds, the seconds between two.
 
-        `stall` is the seconds that training waited for the last checkpoint, `seconds` those until it was published; the
-        ranks' medians count. The distance is the recipe's minutes, or with auto the interval that loses the least time
-        at this stall and the rate of failures.
+        `stall` is the seconds that training waited for the last checkpoint, `seconds` those until it was published. The
+        distance is the recipe's minutes, or with auto the interval that loses the least time at the rate of failures.
         """
         now, (since, began) = time.monotonic(), self._since or (step - 1, time.monotonic())
         measured = entry.gather_values((stall, seconds, (now - began) / max(1, step - since)))
+        # Medians of the ranks, so that all of them schedule the same step.
         stall, seconds, step_seconds = (statistics.median(each) for each in zip(*measured, strict=True))
         if self.minutes == "auto":
             between = seconds_between(self.ranks, *self._history)
@@ -144,11 +142,10 @@ class InMemory:
         self._since = step, now
 
     def write(self, step: int, write: Callable[[Path], dict[str, Part]], names: Sequence[str]) -> dict[str, Part]:
-        """Write this rank's files of a step's checkpoint and exchange them with the neighbours.
+        """Write this rank's files of a step's checkpoint, exchange them with the neighbours; return all Parts by name.
 
-        Return the Parts by name. Runs in the saving thread. write(directory) writes them and returns their Parts;
-        `names` has the files that no other rank writes. The result also has the Parts of the files that it received.
-        Raises OSError when either fails; after a failed write, the neighbours receive no files.
+        write(directory) writes the files and returns their Parts; those in `names`, which no other rank writes, are
+        sent. Raises OSError when either fails; after a failed write, the neighbours receive no files.
         """
         target = disk.temporary_path(self.directory / f"step-{step}")
         failure: OSError | None = None
@@ -157,7 +154,7 @@ class InMemory:
             parts = write(target)
         except OSError as error:
             failure = error
-        if self.group is not None:
+        if self.group is not None:  # also after a failure: the neighbours wait for a list of files, if an empty one
             mine = {name: parts[name] for name in names if name in parts}
             try:
                 parts |= self._exchange(target, mine)
@@ -172,9 +169,8 @@ class InMemory:
     def _exchange(self, directory: Path, mine: Mapping[str, Part]) -> dict[str, Part]:
         """Send these files to the next host, write those of the previous host into `directory`, and return their Parts.
 
-        `mine` has the Parts of the files to send, which lie in `directory`. Sends are begun before anything is waited
-        for, so no order of hosts can block. Raises RuntimeError when the connection fails, OSError when a file cannot
-        be written or is not what was sent.
+        `mine` has the Parts of the files to send, which lie in `directory`. Raises RuntimeError when the connection
+        fails, OSError when a file cannot be written or is not what was sent.
         """
         listed = json.dumps({name: asdict(part) for name, part in mine.items()}).encode()
         header = torch.frombuffer(bytearray(listed), dtype=torch.uint8)
@@ -183,6 +179,7 @@ class InMemory:
             if part.bytes:
                 whole = torch.from_file(str(directory / name), shared=True, size=part.bytes, dtype=torch.uint8)
                 outgoing += torch.split(whole, BLOCK_BYTES)
+        # Begun before anything is waited for: no order of hosts can block.
         sent = [distributed.isend(tensor, self.target, group=self.group) for tensor in outgoing]
         received: dict[str, Part] = {}
         problems: list[str] = []
@@ -201,19 +198,12 @@ class InMemory:
         return received
 
     def _receive(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill the tensor with the next message of rank `source` and return it.
-
-        Raises RuntimeError when the connection fails.
-        """
+        """Fill the tensor with the next message of rank `source`, return it. RuntimeError if the connection fails."""
         distributed.recv(tensor, source, group=self.group)
         return tensor
 
     def _receive_file(self, source: int, path: Path, size: int) -> list[str]:
-        """Write a file of `size` bytes from rank `source` to `path`.
-
-        Return the reasons why it could not be written, or []. Receives all of it even then, so that the next message is
-        the next file.
-        """
+        """Write a file of `size` bytes from rank `source` to `path`; return the reasons why it could not, or []."""
         problems = list[str]()
         buffer = torch.empty(min(size, BLOCK_BYTES), dtype=torch.uint8)
         try:
@@ -221,7 +211,7 @@ class InMemory:
         except OSError as error:
             problems.append(f"{path.name}: {reason(error)}")
             file = Path(os.devnull).open("wb")  # noqa: SIM115  # closed below
-        with file:
+        with file:  # receives all of it even after an error: the message after it is the next file's
             while size:
                 block = self._receive(source, buffer[: min(size, BLOCK_BYTES)])
                 size -= len(block)
@@ -233,18 +223,12 @@ class InMemory:
         return problems
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish this host's checkpoint (manifest last) and link it into the run's checkpoints.
-
-        Only the leader calls it. Raises OSError.
-        """
+        """Publish this host's checkpoint and link it into the run's checkpoints. For the leader. Raises OSError."""
         directory = self.directory / f"step-{manifest.step}"
         disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
 
     def discard(self, name: str) -> None:
-        """Remove this host's checkpoint `name` (step-N), whole or half-written, and the link to it.
-
-        Only the leader calls it.
-        """
+        """Remove this host's checkpoint `name` (step-N), whole or half-written, and the link to it. For the leader."""
         link = self.run.checkpoints / name
         if link.is_symlink():
             link.unlink(missing_ok=True)
@@ -252,7 +236,7 @@ class InMemory:
         shutil.rmtree(disk.temporary_path(self.directory / name), ignore_errors=True)
 
     def keep_only(self, step: int) -> None:
-        """Remove all checkpoints in memory but that of `step`. Only the leader calls it."""
+        """Remove all checkpoints in memory but that of `step`. For the leader."""
         for path in self.directory.glob("step-*"):
             if path.name != f"step-{step}":
                 self.discard(path.name)
@@ -268,8 +252,8 @@ class InMemory:
 def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], int]:
     """Return (the ranks that send to `rank`, the rank that it sends to). `groups` has the ranks of each host, in order.
 
-    Each host sends to the next host, the last to the first. The k-th rank of a host sends to the k-th of the next; if
-    that has fewer, the count begins again at its first.
+    The k-th rank of a host sends to the k-th of the next host, the last to the first; where that has fewer ranks, the
+    count begins again.
     """
     target = dict[int, int]()
     for number, group in enumerate(groups):
@@ -278,16 +262,11 @@ def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], i
     return [each for each, to in target.items() if to == rank], target[rank]
 
 
-def _group_ranks(leaders: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each host; `leaders` has the leader of each rank."""
-    return [[rank for rank, leader in enumerate(leaders) if leader == first] for first in dict.fromkeys(leaders)]
-
-
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock (flock) in the block: no other rank or run then makes or removes what is below it.
+    """Wait for a directory's lock (flock) and hold it in the block: no other rank or run then changes what is below.
 
-    Waits for the lock. Raises FileNotFoundError without the directory.
+    Raises FileNotFoundError without the directory.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -298,10 +277,7 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _make_directory(directory: Path, run: RunDir) -> str:
-    """Make the run's directory, and its parent for this user alone; return why it cannot be used, or "".
-
-    Writes the path of the run directory into its file RUN.
-    """
+    """Make the run's directory, in a parent for this user alone, with the file RUN; return why that fails, or ""."""
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
@@ -315,10 +291,9 @@ def _make_directory(directory: Path, run: RunDir) -> str:
 
 
 def _is_superseded(path: Path, run: RunDir) -> bool:
-    """Return whether the checkpoints in memory below `path`, of another run, can be removed.
+    """Return whether the checkpoints in memory below `path`, of another run, can be removed; False if it is not known.
 
-    That is so if its run directory is gone, or if it is a run of this recipe beside `run` and no rank of it is on this
-    host. False if this cannot be told.
+    They can if its run directory is gone, or if it is a run of this recipe beside `run` and no rank of it is here.
     """
     try:
         other = RunDir(Path((path / RUN).read_text(encoding="utf-8")))

@@ -1,8 +1,7 @@
 """Copy a rank's state between the engine and the disk, and reshard it for other numbers of ranks or ZeRO stages.
 
 The state is copied once into pinned host memory (a 6 B model on one GPU: 90 GB at PCIe speed), and torch.save runs in a
-thread; DeepSpeed's asynchronous engines need libaio, a second process or a package. Reading never executes a pickle:
-`weights_only` with the classes that DeepSpeed's states hold.
+thread; DeepSpeed's asynchronous engines need libaio, a second process or a package.
 
 To reshard, shards are mapped into memory and a rank assembles the state that it would have saved itself, the same bits
 in every layout. Shards of stages 1 and 2 hold, group by group, one contiguous piece of the concatenated parameters;
@@ -46,10 +45,10 @@ State = dict[str, Any]
 
 
 def load(path: Path, mmap: bool = False) -> State:
-    """Return the state in a file written by write(), on the CPU; with `mmap` tensors are mapped and read when used.
+    """Return the state in a file of write_files(), on the CPU; with `mmap` tensors are mapped and read when used.
 
-    Raises UserError for a file that holds anything but tensors, plain values and the classes of SAFE; OSError or
-    RuntimeError if it is missing or damaged.
+    Executes no pickle: raises UserError for a file that holds anything but tensors, plain values and the classes of
+    SAFE; OSError or RuntimeError if it is missing or damaged.
     """
     try:
         with torch.serialization.safe_globals(SAFE):
@@ -93,20 +92,16 @@ def write_files(directory: Path, states: dict[str, State], rank: int, threads: i
 
 
 class Store(CheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's checkpoint engine: save() collects copies of states by file name, load() reads files safely.
-
-    `place` copies a tensor. `given` has states by file name, which load() returns instead of reading a file. With
-    `mmap` load() maps tensors into memory.
-    """
+    """DeepSpeed's checkpoint engine: save() collects copies of states by file name, load() reads files safely."""
 
     def __init__(self) -> None:
         """Begin with nothing collected or given; tensors are not copied until `place` is set."""
         super().__init__()
         self.name = "finlm"
-        self.place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+        self.place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach  # copies a tensor for save()
         self.collected: dict[str, State] = {}
-        self.given: dict[str, State] = {}
-        self.mmap = False
+        self.given: dict[str, State] = {}  # by file name: load() returns these instead of reading a file
+        self.mmap = False  # whether load() maps tensors into memory
 
     def create(self, info: Any) -> None:
         """Do nothing: there is nothing to prepare."""
@@ -126,11 +121,6 @@ class Store(CheckpointEngine):  # type: ignore[misc]
     def commit(self, info: Any) -> bool:
         """Return True and do nothing: Checkpoints publishes."""
         return True
-
-    def take_collected(self) -> dict[str, State]:
-        """Return the collected states by file name, and forget them."""
-        collected, self.collected = self.collected, {}
-        return collected
 
 
 def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -160,11 +150,7 @@ def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 class Buffers:
-    """Host memory for a rank's state, allocated once and reused by every save in the same order.
-
-    For a GPU it is pinned, which makes the copy several times faster but takes a while itself (touching and pinning a
-    page costs more than copying it), so reserve() does it in a thread while the first steps run.
-    """
+    """Host memory for a rank's state, pinned for a GPU, allocated once and reused by every save in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         """Begin without memory, for tensors on `device`."""
@@ -176,6 +162,7 @@ class Buffers:
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Start a thread that allocates a buffer of each size in bytes; return at once."""
+        # While the first steps run: to touch and pin a page costs more than to copy it.
         self.thread = threading.Thread(target=self._allocate, args=(list(sizes),), name="buffers", daemon=True)
         self.thread.start()
 
@@ -191,7 +178,7 @@ class Buffers:
             self.memory.append(memory)
 
     def begin(self) -> None:
-        """Wait for reserve() and start over with the first buffer: what buffers hold must have been written to disk."""
+        """Wait for reserve() and start over with the first buffer; what buffers hold must have been written to disk."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -203,34 +190,28 @@ class Buffers:
         From a GPU it is complete after torch.cuda.synchronize(). Tensors below SMALL_BYTES get memory of their own.
         Raises RuntimeError when the next buffer has another size than the tensor.
         """
-        size = tensor.numel() * tensor.element_size()
-        if size < SMALL_BYTES:
+        if tensor.nbytes < SMALL_BYTES:
             return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
         if self.next == len(self.memory):
-            self._allocate([size])
-        elif self.memory[self.next].numel() != size:
-            raise RuntimeError(f"the state's tensors changed: {size} bytes instead of {self.memory[self.next].numel()}")
+            self._allocate([tensor.nbytes])
         memory = self.memory[self.next]
+        if memory.nbytes != tensor.nbytes:
+            raise RuntimeError(f"the state's tensors changed: {tensor.nbytes} bytes instead of {memory.nbytes}")
         self.next += 1
-        target = memory.view(tensor.dtype).view(tensor.shape)
-        return target.copy_(tensor, non_blocking=True)
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def sizes_of(states: dict[str, State]) -> tuple[list[int], int]:
     """Return (bytes of each tensor of SMALL_BYTES or more, in the order of copying; bytes of all distinct tensors)."""
-    large, total = [], 0
+    sizes: list[int] = []
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        """Add the tensor's bytes to `total` and, if at least SMALL_BYTES, to the list `large`; return the tensor."""
-        nonlocal total
-        size = tensor.numel() * tensor.element_size()
-        total += size
-        if size >= SMALL_BYTES:
-            large.append(size)
+        """Note the tensor's bytes, and return it."""
+        sizes.append(tensor.nbytes)
         return tensor
 
     copy_tensors(states, count)
-    return large, total
+    return [size for size in sizes if size >= SMALL_BYTES], sum(sizes)
 
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -273,14 +254,10 @@ class Shards:
         for shard, state in enumerate(self.optimizer):
             if three:
                 self._index_stage_3(shard, manifest.world_size)
-            else:
-                self._index_stage_1_or_2(shard, state["param_slice_mappings"])
-
-    def _index_stage_1_or_2(self, shard: int, mappings: list[dict[str, fragment_address]]) -> None:
-        """Add the pieces of parameters in this shard of stages 1 and 2 to self.pieces."""
-        for group, fragments in enumerate(mappings):
-            for name, fragment in fragments.items():
-                self.pieces.setdefault(name, []).append(Piece(shard, group, fragment.start, fragment.numel))
+                continue
+            for group, fragments in enumerate(state["param_slice_mappings"]):
+                for name, fragment in fragments.items():
+                    self.pieces.setdefault(name, []).append(Piece(shard, group, fragment.start, fragment.numel))
 
     def _index_stage_3(self, shard: int, ranks: int) -> None:
         """Add each parameter's piece in this shard of stage 3 to self.pieces."""
@@ -347,19 +324,12 @@ def _flat_tensors(state: State) -> dict[str, list[torch.Tensor]]:
 
 def reshard(engine: Any, shards: Shards, rank: int, world_size: int) -> tuple[State, State]:
     """Return (model states, shard) as this rank would have saved them in the engine's layout, with the saved values."""
-    return _model_state(engine, shards, world_size), _optimizer_state(engine, shards, rank, world_size)
-
-
-def _model_state(engine: Any, shards: Shards, world_size: int) -> State:
-    """Return this rank's model states in the engine's layout: weights of `shards`; under ZeRO-3 only place holders."""
-    state = {**shards.model, "dp_world_size": world_size}
-    if engine.zero_optimization_stage() == 3:  # the weights come from the shards; here are only place holders
-        return state | {"module": engine.module.state_dict()}
-    module = dict(engine.module.state_dict())
-    for name, tensor in module.items():
+    module = dict(engine.module.state_dict())  # under ZeRO-3 only place holders: the weights come from the shard
+    for name, tensor in module.items() if engine.zero_optimization_stage() < 3 else ():
         if (stored := shards.same.get(name, name)) in shards.shapes:
             module[name] = shards.weight(stored).to(tensor.dtype)
-    return state | {"module": module}
+    model = {**shards.model, "dp_world_size": world_size, "module": module}
+    return model, _optimizer_state(engine, shards, rank, world_size)
 
 
 def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) -> State:
@@ -425,8 +395,8 @@ def has_groups(engine: Any, model_states: Path) -> bool:
 def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Drop Adam's moments from the optimizer and the views of them that DeepSpeed put on the model's parameters.
 
-    Called before a load: after a rollback, torch would build the loaded ones beside them. That would be 8 bytes a
-    parameter of a rank's share, which no plan counts.
+    Call it before a load: after a rollback, torch would build the loaded ones beside them, 8 bytes a parameter of a
+    rank's share, which no plan counts.
     """
     for parameter in model.parameters():
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None and mapping.optim_fragment:
@@ -437,12 +407,13 @@ def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 def replay_powers(optimizer: Any) -> None:
     """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the loaded checkpoint was written.
 
-    Does nothing for other optimizers. CPU Adam keeps the powers in C++ as products of one factor a step and, after a
-    load, computes the next ones by pow(): other last bits in every weight (cpu_adam.h, IncrementStep). So as many steps
-    of a single element as were taken go through the same products: 1 us each.
+    Does nothing for other optimizers.
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
+    # It keeps the powers in C++ as products of one factor a step and, after a load, computes the next ones by pow():
+    # other last bits in every weight (cpu_adam.h, IncrementStep). So as many steps of a single element as were taken go
+    # through the same products: 1 us each.
     group = optimizer.param_groups[0]
     settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
     scratch = [torch.zeros(1) for _ in range(4)]  # weight, gradient, moments
