@@ -283,7 +283,7 @@ def test_layers_under_zero_3_are_compiled_once(make_run: Any) -> None:
     run = make_run(*settings, ranks=1, gpu=torch.cuda.get_device_name())
     assert len(trained(run)) == 3
     log = "".join(path.read_text(encoding="utf-8") for path in run.logs.glob("*.log"))
-    assert log.count("Recompiling function _run_layer") <= 1, "once for training, once for evaluation"
+    assert log.count("Recompiling function run_layer") <= 1, "once for training, once for evaluation"
 
 
 @pytest.mark.parametrize(

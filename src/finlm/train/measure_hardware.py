@@ -1,13 +1,12 @@
 """Measure what GPUs and the links between them reach, with torch and nothing else of ours.
 
 `finlm plan --calibrate` runs measure_gpus: products of matrices as a 7B model has them (hidden 4096, 8,192 tokens), a
-copy within the GPU's memory, copies from pinned host memory, and copies between two GPUs; it keeps the rows.
+copy within the GPU's memory, copies from pinned host memory, and copies between two GPUs.
 
 `finlm doctor --allreduce` pipes this file and a call of time_links to `python -` on every host at once. It times every
-link with real collectives: each pair of hosts by itself, then all ranks together. One process a slot is forked before
-torch is imported. A pair gets a process group of its own with a short timeout, so that a dead link fails alone and is
-named; the pairs of a round are disjoint and do not slow each other. On one host the pairs are its GPUs. Most of the
-time goes into importing torch and connecting.
+link with real collectives: each pair of hosts by itself, then all ranks together. A pair gets a process group of its
+own with a short timeout, so that a dead link fails alone and is named; the pairs of a round are disjoint and do not
+slow each other. On one host the pairs are its GPUs.
 
 Each line of output is MARK and a JSON object: {"kind": "begun" | "measured" | "failed", "ranks": [...], ...}. Bandwidth
 is NCCL's bus bandwidth, 2 (n - 1) / n * bytes / seconds: what a link carries, whatever the number of ranks n
@@ -45,7 +44,7 @@ def time_links(request: dict[str, Any]) -> int:
     os.environ.update(request["env"])
     children = []
     for local_rank in range(request["slots"]):
-        child = os.fork()
+        child = os.fork()  # before torch is imported: its threads would not survive
         if child == 0:
             signal.alarm(int(request["seconds"]))  # whatever hangs, nothing stays behind
             code = 1
@@ -60,8 +59,7 @@ def time_links(request: dict[str, Any]) -> int:
 def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Yield rounds of disjoint pairs, until every pair of points was in one (round-robin tournament, circle method).
 
-    The smaller point of a pair comes first. Of an odd number one point rests in each round, so a single point gives a
-    round without pairs; no points give no round.
+    The smaller point of a pair comes first. Of an odd number one point rests in each round.
     """
     circle: list[int | None] = [*points, *([None] if len(points) % 2 else [])]
     for _ in range(len(circle) - 1):
@@ -72,16 +70,12 @@ def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 class Rank:
-    """A process of time_links(): it takes part in the groups that contain it, in the same order as all others.
-
-    `request` is that of time_links; `local_rank` counts the ranks of this host.
-    """
+    """A process of time_links(): it takes part in the groups that contain it, in the same order as all others."""
 
     def __init__(self, request: dict[str, Any], local_rank: int) -> None:
-        """Take the request; connect nothing yet."""
-        self.request = request
+        """Take the request of time_links() and the index among this host's ranks; connect nothing yet."""
+        self.request, self.local_rank = request, local_rank
         self.rank = request["first_rank"] + local_rank
-        self.local_rank = local_rank
         self.patience = timedelta(seconds=request["group_seconds"])
         self.longest = 6 * self.patience  # gloo tries five times to connect, each time for the group's timeout
 
@@ -89,8 +83,7 @@ class Rank:
         """Meet the other ranks, measure the pairs, then all ranks together; return 0, or 1 when meeting them failed.
 
         All ranks together are measured when they are more than two and no pair failed. Prints a line for each start,
-        result and failure; with NCCL a failed group ends the process with code 1. Sets TORCH_NCCL_BLOCKING_WAIT in the
-        environment.
+        result and failure; with NCCL a failed group ends the process with code 1.
         """
         # With it a collective that times out raises; without it torch ends the process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -121,18 +114,18 @@ class Rank:
         return 0
 
     def meet(self, where: str) -> None:
-        """Wait until all ranks have called meet(where); works also when a link between two others is dead.
+        """Wait until all ranks have called meet(where), a new name in each call.
 
-        `where` must be another name in each call. Raises torch's DistError when a rank does not come within
-        self.longest.
+        Raises torch's DistError when a rank does not come within self.longest.
         """
+        # Through the store on rank 0, not a barrier: works also when a link between two others is dead.
         self.store.set(f"{where}/{self.rank}", "here")
         self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)
 
     def measure(self, ranks: Sequence[int]) -> None:
         """Make a process group of `ranks`, time it, destroy it; print a line at the start and its result or error.
 
-        An error is also noted in the store as "failed"; with NCCL it ends this process with code 1.
+        An error is also noted in the store; with NCCL it ends this process with code 1.
         """
         from torch import distributed
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -164,9 +157,8 @@ class Rank:
     def time_all_reduce(self, members: int) -> dict[str, object]:
         """Return {latency, bytes, seconds, bus_bytes_per_second} of all-reduces in the current group. Collective.
 
-        latency is the median seconds for a single number; the rest is of the largest message. Messages grow fourfold
-        from 1 MiB until one takes over ENOUGH_SECONDS or has LARGEST_BYTES. `members` is the group's size. Raises
-        RuntimeError when a sum is wrong, and what torch raises when a collective fails.
+        latency is the median seconds for a single number; the rest is of the largest message. `members` is the group's
+        size. Raises RuntimeError when a sum is wrong, and what torch raises when a collective fails.
         """
         import torch
 
@@ -174,7 +166,7 @@ class Rank:
         self.seconds_of(small, 1)  # connects
         latency = statistics.median(self.seconds_of(small, 1) for _ in range(4 * REPEATS))
         size = MIB
-        while True:
+        while True:  # messages grow fourfold until they are large enough to time
             values = torch.ones(size // 4, device=self.device)
             self.seconds_of(values, 1)
             if not bool((values == members).all()):
@@ -187,10 +179,7 @@ class Rank:
         return {"latency": latency, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bandwidth}
 
     def seconds_of(self, values: Any, repeats: int) -> float:
-        """Return the seconds of an all-reduce of `values`, in place: the mean of `repeats`, then the group's maximum.
-
-        Collective.
-        """
+        """Return the seconds of an all-reduce of `values`, in place: mean of `repeats`, maximum of the group."""
         import torch
         from torch import distributed
 
@@ -204,33 +193,24 @@ class Rank:
         return float(taken.item())
 
     def print_line(self, kind: str, ranks: Sequence[int], **fields: Any) -> None:
-        """Write a line to stdout, MARK and a JSON object, in a single write: the ranks of a host share the pipe.
-
-        The object has kind, rank, ranks and `fields`.
-        """
+        """Write a line to stdout: MARK and a JSON object of kind, rank, ranks and `fields`."""
         line = {"kind": kind, "rank": self.rank, "ranks": list(ranks), **fields}
+        # In a single write: the ranks of a host share the pipe.
         os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the error's message that is not blank, at most 300 characters.
-
-    Without any, its class.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    """Return the first line of the error's message, at most 300 characters; its class without any."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 ROWS, WIDTH, DEPTH = 8192, 4096, 11008
 COPIED_BYTES = 1 << 29
-SECONDS = 0.5
+SECONDS = 1.0
 
 
 def measure_gpus() -> None:
-    """Print the JSON row of measure_gpu for the first GPU of every kind in this machine.
-
-    Raises SystemExit with a message when torch finds no GPU.
-    """
+    """Print measure_gpu()'s JSON row of the first GPU of every kind in this machine; SystemExit without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -246,10 +226,7 @@ def measure_gpus() -> None:
 def measure_gpu(device: torch.device) -> dict[str, object]:
     """Measure a GPU and return its row: names, bytes of memory, FLOP/s of products, bytes/s of copies. Takes seconds.
 
-    Its keys are name, host, torch, memory_bytes, capability, products {bf16, fp16, fp32}, copy_, pcie_ and
-    link_bytes_per_second. copy_bytes_per_second counts what is read and what is written, so it is twice the bytes
-    copied; the other rates count them once. The bf16 product is None below compute capability 8.0,
-    link_bytes_per_second without another GPU.
+    The bf16 product is None below compute capability 8.0, link_bytes_per_second without another GPU.
     """
     import torch
 
@@ -293,10 +270,7 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_copy_rate(source: torch.device, target: torch.device) -> float:
-    """Measure and return the bytes/s of copying 512 MiB between two devices.
-
-    Memory is pinned if `source` is the CPU.
-    """
+    """Measure and return the bytes/s of copying 512 MiB between two devices, from pinned memory on a CPU."""
     import torch
 
     left = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
@@ -305,13 +279,10 @@ def measure_copy_rate(source: torch.device, target: torch.device) -> float:
 
 
 def time_work(device: torch.device, work: Callable[[], Any]) -> float:
-    """Run `work` on `device` again and again; return the median seconds of the second half of the runs.
-
-    Ends after 1 s (twice SECONDS), but not before 5 runs.
-    """
+    """Run `work` on `device` for SECONDS, at least 5 times; return the median seconds of the later half of the runs."""
     times: list[float] = []
     begun = time.monotonic()
-    while time.monotonic() < begun + 2 * SECONDS or len(times) < 5:
+    while time.monotonic() < begun + SECONDS or len(times) < 5:
         _wait(device)
         start = time.perf_counter()
         work()

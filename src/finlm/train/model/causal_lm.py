@@ -1,9 +1,8 @@
 """Make the model of a recipe as an instance of transformers' class for its config.json.
 
-New weights depend on (seed, parameter name) only: the same model at every ZeRO stage and world size. A start from
-existing weights is refused when its shape is not the recipe's, for which the plan was made, or when it lacks weights,
-which transformers would draw at random. New rows of an extended tokenizer's embedding are the mean of the old rows that
-spelt their piece, as XuanYuan made them (13B and 70B reports).
+New weights depend on (seed, parameter name) only: the same model at every ZeRO stage and world size. New rows of an
+extended tokenizer's embedding are the mean of the old rows that spelt their piece, as XuanYuan made them (13B and 70B
+reports).
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ SHAPE = (
 
 
 def model_config(recipe: Settings, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
-    """Return the transformers configuration of the recipe's model, with the vocabulary before padding.
+    """Return the transformers configuration of the recipe's model: unpadded vocabulary, no dropout, no cache.
 
-    Has no dropout, use_cache False, and the context length of context_length(). Raises UserError for an unknown model
-    type.
+    Raises UserError for an unknown model type.
     """
     values = {
         **traits.without_dropout(config_of(recipe.model)),
@@ -63,8 +61,7 @@ def model_config(recipe: Settings, plan: Plan, bos_id: int, eos_id: int) -> PreT
 def context_length(recipe: Settings, plan: Plan) -> int:
     """Return max_position_embeddings: the tokens of a sequence of the run, or those of model.init_from if it has more.
 
-    init_from counts only if its config.json can be read and the recipe does not change its RoPE base
-    (former_rope_theta).
+    init_from counts only if its config.json can be read and the recipe does not change its RoPE base.
     """
     rows = plan.sequence_length // recipe.sequences_per_row
     if recipe.model.init_from is None or recipe.model.former_rope_theta is not None:
@@ -79,10 +76,10 @@ def context_length(recipe: Settings, plan: Plan) -> int:
 def load(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
     """Return the recipe's model in the plan's precision: drawn from the seed, or with the weights of model.init_from.
 
-    Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
-    which tells what an extended vocabulary was extended from. Raises UserError when the weights of init_from cannot be
-    read or lack some, when it has another shape, or when the tokenizer was extended from another; OSError when its
-    config.json cannot be read. For a new model raises RuntimeError if its class draws the values of a vector at random.
+    Under ZeRO-3 it is partitioned already. `config` is model_config(), `tokenizer` the tokenizer file of the shards.
+    Raises UserError when the weights of init_from cannot be read or lack some, when it has another shape, or when the
+    tokenizer was extended from another; OSError when its config.json cannot be read. For a new model raises
+    RuntimeError if its class draws the values of a vector at random.
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -111,11 +108,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _from_scratch(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
-    """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed.
-
-    Partitioned under ZeRO-3. Raises RuntimeError if its class draws the values of a vector, such as a norm's, at
-    random.
-    """
+    """Return load()'s new model, with padded vocabulary, on the plan's device."""
     device = torch.device(plan.device)
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[plan.precision])  # in which transformers makes the parameters
@@ -132,30 +125,23 @@ def _from_scratch(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrai
 def plain_attention(config: PreTrainedConfig) -> str:
     """Return the attn_implementation for attention that does not keep the documents of a row apart.
 
-    "eager" when the config has attn_logit_softcapping or the type sinks, which SDPA ignores; batches.PADDED, which pads
-    value heads, when they are smaller than key heads; else "sdpa". Raises UserError if the user's file of model types
-    is damaged.
+    "eager", "sdpa", or batches.PADDED when value heads are smaller than key heads. Raises UserError if the user's file
+    of model types is damaged.
     """
-    if getattr(config, "attn_logit_softcapping", None) or has_sinks(config):
+    if getattr(config, "attn_logit_softcapping", None) or has_sinks(config):  # SDPA ignores both
         return "eager"
     size, value_size = kernels.head_sizes(config)
     return batches.PADDED if value_size < size else "sdpa"
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:
-    """Return whether the heads of this model type have sinks: a further logit in the softmax of each head.
-
-    Raises UserError if the user's file of model types is damaged.
-    """
+    """Return whether a further logit, the sink, is in the softmax of each head. UserError as of traits.records()."""
     row = traits.records().get(config.model_type)
     return row is not None and traits.SINKS in row.layer
 
 
 def _attention(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one.
-
-    Raises UserError if the user's file of model types is damaged.
-    """
+    """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one."""
     plain, sinks = plain_attention(config), has_sinks(config)
     if not sinks and (plain == "eager" or not recipe.data.document_masks):
         return plain
@@ -166,8 +152,8 @@ def _attention(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
 def attention_kernel(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
     """Return the kernel that attention takes in training: varlen, flash, efficient, cudnn or math.
 
-    Call it within kernels.attention_backends(plan). On rank 0, prints a warning when a GPU has to take math in place of
-    a fused kernel. Raises UserError if the user's file of model types is damaged.
+    Call it within kernels.attention_backends(plan). Rank 0 prints a warning when a GPU has to take math in place of a
+    fused kernel.
     """
     name = _attention(recipe, plan, config)
     if name == batches.NAME:
@@ -183,11 +169,11 @@ def attention_kernel(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> 
 
 
 def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
-    """Set all weights in place: matrices to normal(0, std), drawn by a generator seeded with (seed, parameter name).
+    """Set all weights in place: matrices and sinks to normal(0, std), drawn by a generator seeded with (seed, name).
 
-    Sinks are drawn so too, and the decay of linear attention, A_log, as its class does. Biases (not dt_bias) and
-    vocabulary rows from vocab_size on become 0. Other vectors (norms) stay as their class makes them. Raises
-    RuntimeError if the values of such a vector differ: then its class drew them at random. Collective under ZeRO-3.
+    The decay of linear attention, A_log, is drawn as its class does. Biases (not dt_bias) and vocabulary rows from
+    vocab_size on become 0. Other vectors (norms) stay as their class makes them. Raises RuntimeError if the values of
+    such a vector differ: then its class drew them at random. Collective under ZeRO-3.
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
@@ -219,13 +205,11 @@ def _generator(parameter: torch.Tensor, seed: int, name: str) -> torch.Generator
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Settings) -> PreTrainedConfig:
     """Return a copy of `start`, init_from's configuration, changed for the run: no dropout, no cache, no auto_map.
 
-    Takes max_position_embeddings from `decided` (model_config()), and bos and eos ids unless `start` has these among
-    its own. Takes the recipe's RoPE base if the recipe changes it. auto_map names code in the start's directory, which
-    no export brings along.
+    Takes max_position_embeddings from `decided` (model_config()), bos and eos ids unless `start` has these among its
+    own, and the recipe's RoPE base if the recipe changes it.
     """
-    values = {k: v for k, v in traits.without_dropout(start.to_dict()).items() if k != "auto_map"} | {
-        "use_cache": False
-    }
+    values = {**traits.without_dropout(start.to_dict()), "use_cache": False}
+    values.pop("auto_map", None)  # it names code in the start's directory, which no export brings along
     for key in ("bos_token_id", "eos_token_id"):
         known = values.get(key)
         if getattr(decided, key) not in (known if isinstance(known, list) else [known]):
@@ -239,8 +223,7 @@ def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: S
 def _differences(recipe: Settings, config: PreTrainedConfig, start: PreTrainedConfig) -> list[str]:
     """Return a line for each difference in shape between `start`, init_from's configuration, and the recipe's `config`.
 
-    Empty if there is none. A vocabulary size that pretraining extends is not compared. If shapes agree, also compares
-    model.config with config.json; UserError if that cannot be read.
+    If shapes agree, also compares model.config with config.json; UserError if that cannot be read.
     """
     # Pretraining that goes on from an extended model finds it as large as it is wanted.
     compared = [name for name in SHAPE if not (_is_extending(recipe, start) and name == "vocab_size")]
@@ -269,11 +252,7 @@ def _is_extending(recipe: Settings, start: PreTrainedConfig) -> bool:
 
 
 def _from_pretrained(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
-    """Return the model of model.init_from in the plan's precision, its vocabulary extended and padded as planned.
-
-    Raises UserError for another shape, unreadable or missing weights, or a tokenizer that does not belong to them, and
-    OSError when config.json cannot be read.
-    """
+    """Return load()'s model of model.init_from, its vocabulary extended and padded as planned."""
     source, revision = recipe.model.init_from, recipe.model.revision
     start = start_config(str(source), revision)
     if lines := _differences(recipe, config, start):
@@ -311,9 +290,9 @@ def base_model(model: Any) -> Any:
 def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (), **given: Any) -> Any:
     """Return kind.from_pretrained(source, **given), after checking that all weights were loaded.
 
-    Of a model of more than text, loads the text decoder alone if its configuration is given as `config`. Names in
-    `may_lack` may be missing from the files. Raises UserError with `fix` when the files cannot be read, or when another
-    weight is missing or has another shape. Also makes linear attention run on CPUs.
+    Of a model of more than text, loads the text decoder alone if its configuration is given as `config`. Raises
+    UserError with `fix` when the files cannot be read, or when a weight is missing, unless `may_lack` names it, or has
+    another shape. Also makes linear attention run on CPUs.
     """
     try:
         # As a warning a shape comes back with its name; as an error it only stands in the log.
@@ -326,7 +305,7 @@ def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (
     shapes = {name: f"has {list(there)} there, {list(here)} here" for name, there, here in report["mismatched_keys"]}
     delta_net.choose_by_device(type(model))
     lines = {name: "is missing" for name in report["missing_keys"] if name not in may_lack} | shapes
-    if lines:
+    if lines:  # transformers would draw these at random
         evidence = [f"{name} {lines[name]}" for name in sorted(lines)[:3]]
         raise UserError(
             f"the files of {source} lack {len(lines)} of the model's weights", evidence="\n".join(evidence), fix=fix
@@ -338,7 +317,7 @@ def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
     """Return (number of ids before the extension, the old ids that spell each new piece) of an extended tokenizer.
 
     `tokenizer` is a tokenizer.model, or a tokenizer.json with extension.json beside it. If it was not extended, the
-    list is empty and the number may be 0. Raises NotJson if a JSON file is damaged.
+    list is empty. Raises NotJson if a JSON file is damaged.
     """
     if tokenizer.suffix == ".json":
         return _json_spellings(tokenizer)
@@ -352,10 +331,7 @@ def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
 
 
 def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
-    """Return (number of ids before the extension, the old ids that spell each new piece) of a tokenizer.json.
-
-    Reads extension.json beside it; without that file returns (0, []). Raises NotJson if one is damaged.
-    """
+    """Return spellings() of a tokenizer.json; (0, []) without extension.json beside it."""
     path = tokenizer.with_name("extension.json")
     if not path.is_file():
         return 0, []
@@ -372,8 +348,8 @@ def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
 def enlarge_table(table: torch.Tensor, ids: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
     """Return the embedding table [old rows, hidden] enlarged to [rows, hidden], in its dtype.
 
-    Behind the old rows come len(ids) new ones, the i-th the mean of the old rows ids[i], and then rows of zeros, which
-    pad the table. Raises RuntimeError if `rows` is less than old and new ones together.
+    Behind the old rows come len(ids) new ones, the i-th the mean of the old rows ids[i], then zeros. Raises
+    RuntimeError if `rows` is less than old and new ones together.
     """
     wide = table.detach().float()
     flat = torch.tensor([number for spelling in ids for number in spelling], device=table.device)
@@ -386,8 +362,8 @@ def enlarge_table(table: torch.Tensor, ids: Sequence[Sequence[int]], rows: int) 
 def extend_embeddings(model: Any, tokenizer: Path, rows: int) -> None:
     """Enlarge the embedding and head of `model` in place to `rows` rows, with new rows for the tokenizer's new pieces.
 
-    A new row is the mean of the old rows that spell its piece. Raises UserError when `tokenizer`, a file, was not
-    extended from the model's, or `rows` is too small. Collective under ZeRO-3. Raises NotJson as spellings() does.
+    Raises UserError when `tokenizer`, a file, was not extended from the model's, or `rows` is too small; NotJson as
+    spellings() does. Collective under ZeRO-3.
     """
     old, ids = spellings(tokenizer)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -21,16 +21,15 @@ from torch.nn import functional
 
 from finlm.recipe.models.traits import DELTA_CHUNK
 
-OF_PACKAGES = (  # functions of transformers' modules that are a package's wherever it is installed
+HAS_KERNELS = importlib.util.find_spec("fla") is not None
+# Functions of transformers' modules that are a package's wherever it is installed.
+OF_PACKAGES = (
     *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"),
 )
 
 
 def choose_by_device(kind: type) -> None:
-    """Make the layers of a model's class use torch's code on a CPU, where the kernels of installed packages cannot run.
-
-    Replaces the functions OF_PACKAGES in the module of `kind`, except those that are replaced already.
-    """
+    """Replace OF_PACKAGES in the module of a model's class, once, so that its layers use torch's code on a CPU."""
     module = sys.modules[kind.__module__]
     for name in OF_PACKAGES:
         function = getattr(module, name, None)
@@ -49,10 +48,7 @@ def in_torch(function: Any) -> Any:
 
 
 def mixers(decoder: Any) -> Iterator[Any]:
-    """Yield the linear-attention module of each layer that has one, known by its A_log.
-
-    Any class of decoder will do.
-    """
+    """Yield the linear-attention module, known by its A_log, of each layer that has one."""
     yield from (module for layer in decoder.layers for module in layer.children() if hasattr(module, "A_log"))
 
 
@@ -66,7 +62,7 @@ class RowStates:
     def write_state(self, name: str, new: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Copy a state of prompts, `new` [prompts, ...], to `rows`; `sources` has the index of each row's prompt.
 
-        The first call makes the state's tensor. `name` is "convolution" or "rule".
+        `name` is "convolution" or "rule".
         """
         if name not in self.states:
             self.states[name] = new.new_zeros(self.count, *new.shape[1:])
@@ -104,10 +100,7 @@ class PromptStates:
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
-        """Copy the last conv_kernel_size inputs of layer `layer`'s convolution to the rows; return `new` unchanged.
-
-        `new` is [prompts, channels, tokens].
-        """
+        """Copy the last conv_kernel_size tokens of a layer's inputs, [prompts, channels, tokens], to the rows; return all."""
         last = functional.pad(new, (conv_kernel_size, 0))[..., -conv_kernel_size:]
         self._write(layer, "convolution", last)
         return new
@@ -130,10 +123,19 @@ class ConvolvesWithin(torch.nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Return silu of the causal convolution of x [batch, sequence, channels] within documents, in the same shape.
 
-        The class's own forward takes channels before the sequence and applies no silu. `positions` [batch, sequence]
-        are the tokens' positions in their documents; None: every row is a document.
+        `positions` [batch, sequence] are the tokens' positions in their documents; None: every row is a document. The
+        class's own forward takes channels before the sequence and applies no silu.
         """
-        return convolve(x, self.weight[:, 0], positions)
+        weight, length = self.weight[:, 0], x.shape[1]  # [channels, taps]
+        taps = weight.shape[1]
+        padded = functional.pad(x, (0, 0, taps - 1, 0))  # once: compiled, padding is kept and not done again
+        total = padded[:, taps - 1 :] * weight[:, -1]
+        for back in range(1, taps):
+            shifted = padded[:, taps - 1 - back :][:, :length]
+            if positions is not None:
+                shifted = torch.where((positions >= back)[..., None], shifted, 0)
+            total = torch.addcmul(total, shifted, weight[:, taps - 1 - back])
+        return functional.silu(total)
 
 
 class WithinDocuments(torch.nn.Module):
@@ -151,10 +153,10 @@ class WithinDocuments(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the layer's output for hidden_states [batch, sequence, hidden]; documents end at document_bounds.
 
-        With a cache, that is in generation, the class's own forward runs. attention_mask is [batch, sequence] or None.
+        attention_mask is [batch, sequence] or None.
         """
         mixer: Any = self
-        if cache_params is not None:
+        if cache_params is not None:  # in generation
             return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **given)  # type: ignore[no-any-return]
         if attention_mask is not None:
             hidden_states = (hidden_states * attention_mask[..., None]).to(hidden_states.dtype)
@@ -167,11 +169,9 @@ class WithinDocuments(torch.nn.Module):
             products = mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a
             mixed, z, b, a = (product(hidden_states) for product in products)
         mixed = mixer.conv1d(mixed, self.document_positions)  # a call of the module: ZeRO-3 gathers its weight
-        widths = mixer.key_dim, mixer.key_dim, mixer.value_dim
-        q, k, v = (
-            part.reshape(batch, length, -1, size)
-            for part, size in zip(mixed.split(widths, -1), self._sizes, strict=True)
-        )
+        q, k, v = mixed.split((mixer.key_dim, mixer.key_dim, mixer.value_dim), -1)
+        q, k = (part.reshape(batch, length, -1, mixer.head_k_dim) for part in (q, k))
+        v = v.reshape(batch, length, -1, mixer.head_v_dim)
         bounds = self.document_bounds
         if bounds is None:
             bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -179,29 +179,6 @@ class WithinDocuments(torch.nn.Module):
         out, _ = delta_rule(*(part.flatten(0, 1) for part in (q, k, v, decay, b.sigmoid())), bounds)
         out = mixer.norm(out.view(-1, mixer.head_v_dim), z.reshape(-1, mixer.head_v_dim))
         return mixer.out_proj(out.view(batch, length, -1))  # type: ignore[no-any-return]
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        """The sizes of a query, key and value head."""
-        mixer: Any = self
-        return mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
-
-
-def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Return silu of the causal convolution of x [batch, sequence, channels] by weight [channels, taps].
-
-    The result has the shape of x. A token meets only tokens of its document: `positions` are the tokens' positions in
-    it, [batch, sequence]; None: every row is a document.
-    """
-    taps, length = weight.shape[1], x.shape[1]
-    padded = functional.pad(x, (0, 0, taps - 1, 0))  # once: compiled, padding is kept and not done again
-    total = padded[:, taps - 1 :] * weight[:, -1]
-    for back in range(1, taps):
-        shifted = padded[:, taps - 1 - back :][:, :length]
-        if positions is not None:
-            shifted = torch.where((positions >= back)[..., None], shifted, 0)
-        total = torch.addcmul(total, shifted, weight[:, taps - 1 - back])
-    return functional.silu(total)
 
 
 @torch.library.custom_op("finlm::delta_rule", mutates_args=())
@@ -288,27 +265,18 @@ def _new_inverse(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return q.new_empty(*v.shape[:2], DELTA_CHUNK)
 
 
-@functools.cache
-def _has_kernels() -> bool:
-    """Return whether flash-linear-attention is installed. Cached."""
-    return importlib.util.find_spec("fla") is not None
-
-
 def _uses_kernels(q: torch.Tensor) -> bool:
     """Return whether q is on a GPU and flash-linear-attention is installed."""
-    return q.is_cuda and _has_kernels()
+    return q.is_cuda and HAS_KERNELS
 
 
 @functools.cache
 def _kernels() -> Any:
-    """Return flash-linear-attention's module of the rule, cached. ImportError without the package.
-
-    Where its kernel of query and key gradients refuses to run, replaces it by query_key_gradients().
-    """
+    """Return flash-linear-attention's module of the rule; replace its kernel of query and key gradients if need be."""
     from fla.ops.common import chunk_o  # type: ignore[import-not-found]
     from fla.ops.gated_delta_rule import chunk  # type: ignore[import-not-found]
 
-    # Its own kernel refuses to run there: wrong gradients (flash-linear-attention, issue 640).
+    # Its own kernel refuses to run here: wrong gradients (flash-linear-attention, issue 640).
     if chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1:
         chunk.chunk_bwd_dqkwg = query_key_gradients
     return chunk
@@ -318,8 +286,9 @@ def _chunks(bounds: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
     """Return flash-linear-attention's keyword arguments for documents, computed on the device: it reads nothing back.
 
     cu_seqlens is `bounds` with a last document that is empty. chunk_indices has (document, chunk of it) of every chunk,
-    [most chunks of so many documents, 2]; rows that are left over name the empty one, of which kernels write nothing.
+    [most chunks of so many documents, 2].
     """
+    # The rows of chunk_indices that are left over name the empty document, of which kernels write nothing.
     bounds = torch.cat([bounds, bounds[-1:]]).long()
     counts = -(-bounds.diff() // DELTA_CHUNK)
     ends = counts.cumsum(0)
@@ -334,10 +303,7 @@ def _chunks(bounds: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
 def _by_document(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
-    """Return delta_rule's output [tokens, value heads, size], by transformers' code in torch, document after document.
-
-    Waits until `bounds` can be read.
-    """
+    """Return delta_rule's output [tokens, value heads, size], by transformers' code in torch, a document at a time."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     rule = in_torch(modeling_qwen3_next.torch_chunk_gated_delta_rule)

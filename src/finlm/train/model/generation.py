@@ -3,11 +3,7 @@
 Tensors on the device decide what a row of the batch reads and writes next: its tokens so far, those of its answer,
 whether that has ended. So one graph, captured once, serves every length, and the host launches nothing else. Every
 CHECKED tokens the host looks which answers have ended and gives their rows to the next prompts. The answers to a prompt
-share a forward pass over all its tokens but the last, which is the first that a step reads. Layers of linear attention
-keep their states beside the caches, and then prompts of a pass are equally long.
-
-On GPUs of compute capability 8.0 and later attention reads each row up to its length (token_attention.py); elsewhere
-scaled_dot_product_attention takes a mask.
+share a forward pass over all its tokens but the last, which is the first that a step reads.
 
 A drawn token is a function of (key of the row, token, scores), whatever rows are generated together.
 """
@@ -30,7 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from finlm.plan.memory import PROMPT_TOKENS
 from finlm.recipe.models import traits
 from finlm.train.model import causal_lm, delta_net
-from finlm.train.model.kernels import attention_modules
+from finlm.train.model.kernels import attention_modules, run_layer
 
 Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 NAME = "finlm_generation"
@@ -81,7 +77,7 @@ def generate(
 
     With `keys`, int64 [prompts], tokens are drawn by `drawing`, the same for the same key; without, the likeliest is
     taken. `model` is a causal model of transformers in evaluation mode, or one with peft's adapters; its attention and
-    its layers' forward are replaced during the call. `compiled` compiles its layers, on a GPU and without experts only.
+    its layers' forward are replaced during the call. `compiled` compiles its layers where _is_static() allows it.
     """
     batch = _Batch(model, prompts, limits, keys, drawing, compiled)
     try:
@@ -101,20 +97,14 @@ class _LayerCache(delta_net.RowStates):
         self.both: list[torch.Tensor] = []
 
     def update(self, *both: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a token's keys and values of each row, [rows, heads, 1, head size]; return the caches of all tokens.
-
-        Returns two tensors [rows, heads, room, head size].
-        """
+        """Write a token's keys and values of each row, [rows, heads, 1, head size]; return the caches of all tokens."""
         rows, lengths = self.batch.rows, self.batch.lengths
         for cache, new in zip(self._get_caches(both[:2]), both, strict=False):
             cache[rows, :, lengths] = new[:, :, 0]
         return self.both[0], self.both[1]
 
     def write_prompts(self, both: Sequence[torch.Tensor], rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy keys and values of prompts, each [prompts, heads, tokens, head size], to `rows` of the caches.
-
-        `sources` has the index of each row's prompt.
-        """
+        """Copy keys and values [prompts, heads, tokens, head size] to `rows`; `sources` is the prompt of each row."""
         for cache, new in zip(self._get_caches(both), both, strict=True):
             cache[rows, :, : new.shape[2]] = new[sources]
 
@@ -168,7 +158,7 @@ class _Batch:
         self.log_probs = torch.zeros(count, limits.most + 1, device=device)
         self.caches = [_LayerCache(self) for _ in self.decoder.layers]
         self.choose: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(choose, drawing=drawing)
-        self.run_layer = torch.compile(_run_layer, dynamic=False) if self.is_static and compiled else _run_layer
+        self.run_layer = torch.compile(run_layer, dynamic=False) if self.is_static and compiled else run_layer
         if self.is_static:
             self.choose = torch.compile(self.choose, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -205,10 +195,7 @@ class _Batch:
                 yield row, Answer(ids[place][: counts[place]], log_probs[place][: counts[place]])
 
     def _admit(self, new: Mapping[int, int]) -> None:
-        """Give rows to new prompts: compute each distinct prompt once, and set what the rows' first step reads.
-
-        `new` maps rows to indices of prompts.
-        """
+        """Give rows to new prompts, {row: index of prompt}: compute each distinct one, set what the next step reads."""
         sharing = defaultdict[tuple[int, ...], list[int]](list)
         for row, place in new.items():
             sharing[tuple(self.prompts[place])].append(row)
@@ -232,12 +219,9 @@ class _Batch:
             self.keys[rows] = self.given_keys[list(new.values())].to(self.keys.device)
 
     def _compute_prompts(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[list[int]]) -> None:
-        """Make the caches; write keys and values of each prompt's tokens, all but the last, to the rows of the prompt.
-
-        `rows` has a list of rows for each prompt. Shorter prompts are padded on the right, to at least one position; no
-        token looks there, and answers overwrite it.
-        """
+        """Write keys and values of each prompt's tokens, all but the last, to the list of rows of that prompt."""
         longest = max(2, *map(len, prompts)) - 1  # a token at least: the caches are made here
+        # Padded on the right: no token looks there, and answers overwrite it.
         ids = self._tensor([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts])
         places = [place for place, sharing in enumerate(rows) for _ in sharing]
         held = self._tensor([row for sharing in rows for row in sharing])
@@ -245,10 +229,7 @@ class _Batch:
         self._forward(ids, torch.arange(longest, device=ids.device)[None], cache, None)
 
     def _step(self) -> None:
-        """Generate a token of each row.
-
-        If is_static, the first call also captures the CUDA graph that later calls replay.
-        """
+        """Generate a token of each row; if is_static, the first call captures the CUDA graph that later ones replay."""
         if self.graph is not None:
             self.graph.replay()
             return
@@ -282,12 +263,9 @@ class _Batch:
         return self.model(input_ids=ids, position_ids=positions, **given).logits
 
     def _forward_layer(self, layer: Any, number: int, *arguments: Any, **named: Any) -> Any:
-        """Run layer `number` of the decoder, which may be compiled, and return its output.
-
-        While prompts are computed, it gets the cache of the prompts and is not compiled; else it gets its own cache.
-        """
+        """Run layer `number` of the decoder with its own cache, or that of the prompts, and return its output."""
         if isinstance(named["past_key_values"], _PromptCache):
-            return type(layer).forward(layer, *arguments, **named)
+            return run_layer(layer, *arguments, **named)
         return self.run_layer(layer, *arguments, **named | {"past_key_values": self.caches[number]})
 
     def _tensor(self, values: Any) -> torch.Tensor:
@@ -295,17 +273,9 @@ class _Batch:
         return torch.tensor(values, device=self.rows.device)
 
 
-def _run_layer(layer: Any, *arguments: Any, **named: Any) -> Any:
-    """Run a decoder layer by its class's forward, which _attention() has hidden; return its output."""
-    return type(layer).forward(layer, *arguments, **named)
-
-
 @contextmanager
 def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, run the decoder's layers by forward(layer, index, ...), and attend by _attend.
-
-    Restores both after the block; _attend stays registered with transformers as NAME.
-    """
+    """Within the block, run the decoder's layers by forward(layer, index, ...), and attend by _attend."""
     AttentionInterface.register(NAME, _attend)
     former = decoder.config._attn_implementation, [layer.__dict__.get("forward") for layer in decoder.layers]
     decoder.config._attn_implementation = NAME
@@ -342,8 +312,7 @@ def _attend(
 
     `query` is [rows, heads, tokens, head size]; `key` and `value` may have fewer heads, and value heads a size of their
     own. module.generation_bounds is None for prompts, else the `bounds` of token_attention.attend. `given` may have
-    scaling, sliding_window, softcap and s_aux, the sinks [heads]. Ignores attention_mask. Returns ([rows, tokens,
-    heads, size of value heads], None).
+    scaling, sliding_window, softcap and s_aux, the sinks. Returns ([rows, tokens, heads, size of value heads], None).
     """
     bounds, groups = module.generation_bounds, query.shape[1] // key.shape[1]
     sliding_window, softcap, sinks = (given.get(key) for key in ("sliding_window", "softcap", "s_aux"))
@@ -373,11 +342,9 @@ def _attend(
 
 
 def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether token_attention takes these: 16-bit, compute capability 8.0 or later, heads not too wide.
-
-    Keys and values must be contiguous caches of the same shape, not what a layer makes of its cache.
-    """
+    """Return whether token_attention takes these: 16-bit, compute capability 8.0 or later, heads not too wide."""
     is_short = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= WIDEST_HEAD
+    # The caches themselves, not what a layer makes of them.
     is_cache = key.shape == value.shape and key.is_contiguous() and value.is_contiguous()
     return query.is_cuda and is_short and is_cache and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
@@ -385,10 +352,9 @@ def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 def _visible(
     tokens: int, seen: int, reach: torch.Tensor | None, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Return which of `seen` keys each query sees: bool [rows or 1, 1, tokens, seen].
+    """Return which of `seen` keys each query sees, at most `window`: bool [rows or 1, 1, tokens, seen].
 
     `reach` has the number of tokens that each row sees, [rows]; None means causal attention of `tokens` queries.
-    `window` is the most keys that a query sees, if not None.
     """
     places = torch.arange(seen, device=device)
     ends = torch.arange(1, tokens + 1, device=device)[None] if reach is None else reach[:, None]
@@ -403,8 +369,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids, their log-probabilities before top_p), each [rows]: drawn by `keys`, or the likeliest without keys.
 
-    `logits` is [rows, vocabulary]; `keys` is int64 [rows]; `tokens`, int64 [rows], is the index of each token in its
-    answer.
+    `logits` is [rows, vocabulary]; `keys` and `tokens`, the index of each token in its answer, are int64 [rows].
     """
     scores = plain = logits.float() / drawing.temperature
     if keys is not None:
@@ -418,9 +383,9 @@ def choose(
 def noise(keys: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return Gumbel noise, fp32 [rows, vocab_size]: the largest of scores + noise is a draw from softmax(scores).
 
-    It hashes (key, token, entry of the vocabulary), so it is equal on every device up to rounding. Numbers of torch's
-    generators would depend on the row's place in the batch. `keys` and `tokens` are int64 [rows].
+    It hashes (key, token, entry of the vocabulary), so it is equal on every device up to rounding.
     """
+    # Numbers of torch's generators would depend on the row's place in the batch.
     words = _mix(keys + tokens * _GAMMA)[:, None]
     bits = torch.arange(vocab_size, device=keys.device, dtype=torch.int32) + words.int()
     bits = bits.bitwise_xor_(bits >> 16 & 0xFFFF).mul_(_THIRD).bitwise_xor_((words >> 32).int())

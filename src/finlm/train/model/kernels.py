@@ -42,8 +42,6 @@ ATTENTION = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],  # flash takes no mask
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
 }
-
-
 _positions: list[torch.Tensor] = []  # of the forward pass at work
 
 
@@ -58,10 +56,7 @@ class RecomputedMlp(torch.nn.Module):
 
 
 class LeanMlp(torch.nn.Module):
-    """Mixin for Llama's feed-forward block that does not keep silu(gate) * up, a sixth of a layer's activations.
-
-    The compiled backward reads gate and up anyway and forms their product on the way (0.2 % of XuanYuan-6B's step).
-    """
+    """Mixin for Llama's feed-forward block that does not keep silu(gate) * up, a sixth of a layer's activations."""
 
     draws: bool
     gate_proj: torch.nn.Module
@@ -71,6 +66,7 @@ class LeanMlp(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for x [batch, sequence, hidden]; its backward pass forms silu(gate) * up again."""
+        # Compiled, that reads gate and up anyway and forms their product on the way (0.2 % of XuanYuan-6B's step).
         return _recompute(self.draws, self._down, self.gate_proj(x), self.up_proj(x))  # type: ignore[no-any-return]
 
     def _down(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -83,7 +79,7 @@ LEAN = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # modules of a block tha
 
 @functools.cache
 def _mix_class(mixin: Any, kind: Any) -> Any:
-    """Return a subclass of `mixin` and `kind`, cached by them: layers of one class then share a compiled function."""
+    """Return a subclass of `mixin` and `kind`, the same for the same two."""
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
 
 
@@ -91,9 +87,8 @@ def _mix_class(mixin: Any, kind: Any) -> Any:
 def attention_backends(plan: Plan) -> Iterator[None]:
     """Within the block, make scaled_dot_product_attention prefer the plan's backends and take its math kernel last.
 
-    The math kernel keeps every score for the backward pass: 400 MiB a layer instead of 20 (2 rows of 1,024, 32 heads of
-    128). Also patches transformers' choice to repeat the keys of grouped heads; undone after the block. Does nothing
-    when plan.attention is "default". Raises KeyError for an unknown one.
+    Also patches transformers' choice to repeat the keys of grouped heads. Does nothing when plan.attention is
+    "default". Raises KeyError for an unknown one.
     """
     if plan.attention == "default":
         yield
@@ -106,6 +101,7 @@ def attention_backends(plan: Plan) -> Iterator[None]:
 
     sdpa_attention.use_gqa_in_sdpa = shares
     try:
+        # Math keeps every score for the backward pass: 400 MiB a layer, not 20 (2 rows of 1,024, 32 heads of 128).
         with sdpa_kernel([*ATTENTION[plan.attention], SDPBackend.MATH], set_priority=True):
             yield
     finally:
@@ -113,10 +109,9 @@ def attention_backends(plan: Plan) -> Iterator[None]:
 
 
 def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
-    """Return the kernel that torch picks for attention now: flash, efficient, cudnn or math.
+    """Return the kernel that torch picks in attention_backends(plan) for attention: flash, efficient, cudnn or math.
 
-    To be called within attention_backends(plan). `config` gives the numbers and sizes of heads. `masked` tells whether
-    attention gets a mask as a tensor.
+    `config` gives the numbers and sizes of heads. `masked` tells whether attention gets a mask as a tensor.
     """
     heads, tokens = config.num_attention_heads, 128
     size, _ = head_sizes(config)  # values are filled up to it
@@ -141,10 +136,7 @@ def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def plain_positions(input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the position ids 0, 1, ... of rows that hold a single text each, int64 [1, sequence].
-
-    Marks the tensor with begin_once, so that mask functions of patch_masks() do not wait for the GPU to read it.
-    """
+    """Return the position ids 0, 1, ... of rows that hold a single text each, int64 [1, sequence], for _make_mask()."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     positions.begin_once = True  # type: ignore[attr-defined]
     return positions
@@ -154,17 +146,17 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
     """Change the model in place as the plan says, before deepspeed.initialize: loss, fp8, recompute, compiled layers.
 
     `draws` tells whether layers will draw random numbers (adapters with dropout), which recomputation must draw again.
-    For compiled layers also sets global options of torch's compiler, and under ZeRO-3 makes the embedding's output need
-    gradients. Raises UserError if kernels that the model's linear attention needs are missing.
+    For compiled layers also sets global options of torch's compiler. Raises UserError if kernels that the model's
+    linear attention needs are missing.
     """
     config_json.check_kernels(model.config.to_dict(), plan.device)
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
         _to_float8(model)
-    run: Callable[..., Any] = _run_recomputed_layer if plan.recompute == "full" else _run_layer
+    run: Callable[..., Any] = _run_recomputed_layer if plan.recompute == "full" else run_layer
     for layer in model.model.layers:
         layer.draws = layer.mlp.draws = draws
-        # The class, not the instance's forward.
+        # The class, not the instance's forward: layers of one class share a compiled function.
         if plan.recompute == "selective":
             layer.mlp.__class__ = _mix_class(RecomputedMlp, layer.mlp.__class__)
         elif plan.recompute == "none" and plan.compiled and {name for name, _ in layer.mlp.named_children()} == LEAN:
@@ -191,10 +183,10 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
     """Make model(inputs, labels), each int64 [batch, sequence], return the summed loss, an fp32 scalar.
 
-    Replaces the forward of `model` and its lm_head in place; patches masks and linear attention. Raises as
-    traits.head_of() does. Labels are next-token labels; IGNORED counts nothing, and vocabulary rows from vocab_size on
-    are padding. With a third argument, int32 bounds (batches.document_bounds), attention and positions end at a
-    document's end. With `by_row` it returns (that scalar, the losses of the rows [batch], which have no gradient).
+    Replaces the forward of `model` and its lm_head in place; patches masks and linear attention. Labels are next-token
+    labels; IGNORED counts nothing, and vocabulary rows from vocab_size on are padding. With a third argument, int32
+    bounds (batches.document_bounds), attention and positions end at a document's end. With `by_row` it returns (that
+    scalar, the losses of the rows [batch], which have no gradient). Raises as traits.head_of() does.
     """
     form = traits.head_of(model.config.to_dict())
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row, form)
@@ -203,16 +195,8 @@ def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
         if not isinstance(mixer, WithinDocuments):
             mixer.__class__ = _mix_class(WithinDocuments, mixer.__class__)
             mixer.conv1d.__class__ = _mix_class(ConvolvesWithin, mixer.conv1d.__class__)
-    patch_masks(model)
-
-
-def patch_masks(model: Any) -> None:
-    """Wrap the mask functions of the model's module in transformers so that plain_positions() never make the host wait.
-
-    Affects all models of the class. Functions that are wrapped already stay.
-    """
     module = sys.modules[type(model.model).__module__]
-    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):  # for all models of the class, once
         make = getattr(module, name, None)
         if make is not None and not isinstance(make, partial):
             setattr(module, name, partial(_make_mask, make))
@@ -225,10 +209,9 @@ def _summed_loss(
     bounds: torch.Tensor | None = None,
     **_: Any,  # what peft hands on
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss that the head's new forward computes from the model's last hidden states.
+    """Return what swap_loss() says, in place of model.forward.
 
-    Takes the place of model.forward; swap_loss says what is returned. Stores `bounds` (document_bounds, or None) as
-    document_bounds on attention modules, and the positions within documents on those of linear attention.
+    Stores `bounds` as document_bounds on attention modules, and the positions within documents on linear attention's.
     """
     positions = plain_positions(input_ids) if bounds is None else batches.document_positions(bounds, input_ids.shape)
     for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
@@ -257,13 +240,10 @@ def _masks_by(positions: torch.Tensor) -> Iterator[None]:
 
 
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return make(...), a transformers mask function, with the position_ids of _masks_by() where none are given.
-
-    Those of plain_positions() become None: reading them would wait for the GPU.
-    """
+    """Return make(...), a transformers mask function, with the position_ids of _masks_by() where none are given."""
     if given.get("position_ids") is None and _positions:
         given["position_ids"] = _positions[-1]
-    if getattr(given.get("position_ids"), "begin_once", False):
+    if getattr(given.get("position_ids"), "begin_once", False):  # of plain_positions(): to read them would be a wait
         given["position_ids"] = None
     return make(*arguments, **given)
 
@@ -276,24 +256,18 @@ def _head_loss(
     return (loss, rows) if by_row else loss
 
 
-def _run_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+def run_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
     """Return the output of the forward of the layer's own class."""
     return type(layer).forward(layer, *arguments, **named)
 
 
 def _run_recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-    """Return the output of the forward of the layer's own class; the backward pass computes the layer again.
-
-    layer.draws tells whether that needs the same random numbers.
-    """
+    """Return the output of the forward of the layer's own class; the backward pass computes the layer again."""
     return _recompute(layer.draws, type(layer).forward, layer, *arguments, **named)
 
 
 def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Return forward(...); the backward pass computes it again, in the same random state if it `draws`.
-
-    Without gradients, just runs forward.
-    """
+    """Return forward(...); the backward pass computes it again, in the same random state if it `draws`."""
     if not torch.is_grad_enabled():  # nothing is kept anyway
         return forward(*arguments, **named)
     # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
@@ -308,10 +282,7 @@ def _to_float8(model: Any) -> None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(hidden @ weight.T)[label] over the labels that are not IGNORED, and each token's part of it.
-
-    Only the sum has a gradient.
-    """
+    """Sum of -log softmax(hidden @ weight.T)[label] over labels that are not IGNORED; and each part, without gradient."""
 
     @staticmethod
     def forward(
@@ -347,10 +318,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients by hidden and weight: those formed in forward, times the gradient of the sum.
-
-        That of a frozen weight is None, as are those of the arguments that have no gradient.
-        """
+        """Return the gradients by hidden and weight: those formed in forward, times the gradient of the sum."""
         scale = upstream[0]
         # torch multiplies 16 bits by an fp32 scalar on the GPU at a quarter of its memory's speed.
         times = _compile(_times) if scale.is_cuda else _times
@@ -363,7 +331,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def shape_logits(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor | float | None]:
     """Return (logits, slope): fp32 scores times the form's factor, soft-capped if it has a cap, and their derivative.
 
-    The derivative is None where it is 1, a float without a cap, else a tensor like the scores.
+    The slope is None where it is 1, a float without a cap, else a tensor like the scores.
     """
     factor, cap = form
     if factor != 1.0:
@@ -401,10 +369,10 @@ def softmax_gradient(
 def _shrinkage(hidden: torch.Tensor) -> torch.Tensor:
     """Return factors for the columns of `hidden` [tokens, hidden]: powers of two, at most 1, fp32 [hidden].
 
-    With them, the sum of a column's absolute values is at most 2**15, so the weight's gradient fits fp16. That gradient
-    is summed before the loss scale is applied, so no loss scale would cure its overflow. The factor is 1 where the sum
-    fits anyway: to shrink more would push small numbers below what fp16 holds.
+    With them, the sum of a column's absolute values is at most 2**15, so the weight's gradient fits fp16.
     """
+    # That gradient is summed before the loss scale is applied, so no loss scale would cure its overflow. Where the sum
+    # fits anyway the factor is 1: to shrink more would push small numbers below what fp16 holds.
     largest = torch.linalg.vector_norm(hidden, ord=1, dim=0, dtype=torch.float32)
     return torch.exp2(-(largest / 2**15).log2().ceil().clamp(min=0))
 
@@ -423,8 +391,8 @@ def _compile(function: Any) -> Any:
 def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
     """Return half-open ranges (start, end) that cut the tokens into equal slices; the last may be shorter.
 
-    `row_bytes` is the bytes of a token's logits; those of a slice take about LOGITS_SLICE_BYTES[device] at most, but a
-    slice has at least one token. Raises ValueError for 0 tokens.
+    `row_bytes` is the bytes of a token's logits; those of a slice take about LOGITS_SLICE_BYTES[device] at most. Raises
+    ValueError for 0 tokens.
     """
     count = max(1, math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device]))
     size = math.ceil(tokens / count)
@@ -437,9 +405,10 @@ def linear_cross_entropy(
     """Return (loss sum, loss of each row) of hidden [batch, sequence, hidden] against labels [batch, sequence].
 
     Both are fp32, a scalar and [batch]; only the sum has a gradient. `weight` is the head's [rows, hidden], with
-    padding from vocab_size on. On a CPU, leaves out positions whose label does not count, three quarters of the
-    quickstart's SFT. On a GPU their changing number would compile the kernel again and again.
+    padding from vocab_size on.
     """
+    # On a CPU, positions whose label does not count are left out: three quarters of the quickstart's SFT. On a GPU
+    # their changing number would compile the kernel again and again.
     counted = labels != IGNORED
     is_part = not hidden.is_cuda and 0 < int(counted.sum()) < labels.numel()
     flat, targets = (hidden[counted], labels[counted]) if is_part else (hidden.flatten(0, -2), labels.flatten())

@@ -42,10 +42,7 @@ add_product = torch.ops.finlm.add_product
 
 
 class SumsWithinProducts(CustomGraphPass):
-    """A pass of torch's compiler that makes sums of matrix products additions within the products.
-
-    It reads and writes graphs without mutation: it adds auto_functionalized calls, which later passes run in place.
-    """
+    """A pass of torch's compiler that makes sums of matrix products additions within the products."""
 
     def __call__(self, graph: Graph) -> None:
         """Replace each sum of two products, or of a replaced sum and a product, by an addition within the product.
@@ -67,11 +64,8 @@ class SumsWithinProducts(CustomGraphPass):
 
 
 def _root(term: Any) -> Node | None:
-    """Return the node of the product, or of the replaced sum, that `term` is or is a view of.
-
-    Return None for any other node, and when anything else uses the term.
-    """
-    while isinstance(term, Node) and len(term.users) == 1:
+    """Return the node of the product, or of the replaced sum, that `term` is or is a view of, else None."""
+    while isinstance(term, Node) and len(term.users) == 1:  # another user would read the sum in its place
         if _is_product(term) or _is_joined(term):
             return term
         if term.target not in VIEWS:
@@ -97,6 +91,7 @@ def _kind(node: Any) -> tuple[torch.Size, torch.dtype]:
 
 def _join(graph: Graph, node: Node, total: Node, product: Node) -> None:
     """Replace the sum `node` in the graph by an operator that adds `product` to `total`."""
+    # Written without mutation, as passes at this point must be; a later one runs it in place.
     left, right = product.args
     with graph.inserting_before(node):
         both = _call(graph, auto_functionalized, add_product.default, total=total, left=left, right=right)
@@ -147,10 +142,9 @@ class SummingLinear(torch.nn.Linear):
 def swap_summing(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is_last: Callable[[], bool]) -> None:
     """Make the linear layers in `layers` add their weight gradients to weight.grad within the matrix product.
 
-    Changes the class of layers without bias in place, and registers a forward pre-hook on `model`. The sums are used in
-    the micro-steps between a step's first and last. Does nothing unless the plan is compiled, with ZeRO-1 and at least
-    3 micro-steps. Call it once the engine exists. `is_last` returns whether the micro-step that begins is the step's
-    last.
+    Changes the class of layers without bias in place, and registers a forward pre-hook on `model`. Does nothing unless
+    the plan is compiled, with ZeRO-1 and at least 3 micro-steps. Call it once the engine exists. is_last() returns
+    whether the micro-step that begins is the step's last.
     """
     if not plan.compiled or plan.zero_stage != 1 or plan.gradient_accumulation_steps < 3:
         return
@@ -160,7 +154,7 @@ def swap_summing(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is
 
     def choose(*_: Any) -> None:
         """Set each layer's `total` to its weight's gradient, or None when the micro-step does not sum."""
-        sums = torch.is_grad_enabled() and not is_last()
+        sums = torch.is_grad_enabled() and not is_last()  # DeepSpeed waits for the gradients of the last one
         for module in linears:
             module.total = module.weight.grad if sums else None  # none yet in the first micro-step
 

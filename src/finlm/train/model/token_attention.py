@@ -40,13 +40,12 @@ def _read(
 ):
     """Return the softmax `state` (maximum, sum, output) of queries q, continued over keys [begin, end) of a cache row.
 
-    q is [queries, D], the cache [row, kv head, room, size], and D is `size` filled up to a power of two. `row` and
-    `head` choose a row of the cache and its kv head; B keys are read at a time. `scale` multiplies the scores; a `cap`
-    above 0 soft-caps them.
+    q is [queries, D], the cache [row, kv head, room, size], and D is `size` filled up to a power of two. B keys are
+    read at a time. `scale` multiplies the scores; a `cap` above 0 soft-caps them.
     """
     most, total, out = state
     width = tl.arange(0, D)
-    base = (row * kv_heads + head).to(tl.int64) * room * size
+    base = (row * kv_heads + head).to(tl.int64) * room * size  # a cache may have more than 2**31 numbers
     for start in range(begin, end, B):
         places = start + tl.arange(0, B)
         at = base + places[:, None] * size + width[None, :]
@@ -54,11 +53,11 @@ def _read(
         k = tl.load(keys + at, mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(k)) * scale
         if cap > 0:
-            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)  # cap * tanh(scores / cap): tl has no tanh
         scores = tl.where((places < end)[None, :], scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
         weights = tl.exp(scores - now[:, None])
-        shrunk = tl.exp(most - now)
+        shrunk = tl.exp(most - now)  # an online softmax: what was summed for a smaller maximum
         v = tl.load(values + at, mask=seen, other=0.0)
         out = out * shrunk[:, None] + tl.dot(weights.to(v.dtype), v)
         total = total * shrunk + tl.sum(weights, 1)

@@ -261,7 +261,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged = []
 
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`; return the event at the end."""
+        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`; return the end's event."""
         with self.backend.stream(stream):
             stream.wait_event(before)
             for target, source in zip(targets, sources, strict=True):
