@@ -100,7 +100,7 @@ class PromptStates:
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
-        """Copy the last conv_kernel_size tokens of a layer's inputs, [prompts, channels, tokens], to the rows; return all."""
+        """Copy the last conv_kernel_size inputs of a layer, [prompts, channels, tokens], to the rows; return all."""
         last = functional.pad(new, (conv_kernel_size, 0))[..., -conv_kernel_size:]
         self._write(layer, "convolution", last)
         return new

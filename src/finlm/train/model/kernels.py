@@ -282,7 +282,7 @@ def _to_float8(model: Any) -> None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(hidden @ weight.T)[label] over labels that are not IGNORED; and each part, without gradient."""
+    """Sum of -log softmax(hidden @ weight.T)[label] over labels that are not IGNORED; each part, without gradient."""
 
     @staticmethod
     def forward(
