@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -126,26 +126,25 @@ class PackedRows:
         return len(self._pieces.first) - 1
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows are not -100; reads no tokens. IndexError for an id of no row."""
+        """Return how many labels of these rows are not -100; reads no tokens."""
         batch = self._batch(rows)
         return int(batch.length.sum()) - len(batch.length)
 
     def tokens_read(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many inputs of these rows are no padding; reads no tokens. Raises IndexError for unknown rows."""
+        """Return how many inputs of these rows are tokens, not padding; reads no tokens."""
         return int(self._batch(rows).filled[:, :-1].sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T].
+        """Return inputs and next-token labels, each int64 [len(rows), T]; unused ends are 0 and -100.
 
-        The last token of a piece has the label -100. A block is one piece, so its labels cross documents. Unused ends
-        have inputs 0, labels -100. Raises IndexError for a row that does not exist.
+        The last token of a piece has the label -100. A block is one piece, so its labels cross documents.
         """
         batch = self._batch(rows)
         tokens = self._tokens(batch)
         return tokens[:, :-1].copy(), np.where(has_next_token(batch), tokens[:, 1:], IGNORED)
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return each input's document in the row, from 0, padding -1: int32 [len(rows), T]. IndexError for bad ids."""
+        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding."""
         batch = self._batch(rows)
         begins = np.zeros(batch.filled.shape, dtype=np.int32)
         begins[batch.row, batch.column] = 1
@@ -158,7 +157,7 @@ class PackedRows:
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
         """Return (shard, first token in it, number of tokens) of each stretch of a row, in order; none is cut to T + 1.
 
-        A piece that crosses into the next shard gives two. Raises IndexError for a row that does not exist.
+        A piece that crosses into the next shard gives two.
         """
         (row,) = check_ids(np.array([row]), len(self)).tolist()
         part = slice(int(self._pieces.first[row]), int(self._pieces.first[row + 1]))
@@ -173,7 +172,7 @@ class PackedRows:
         return {name: range(end - rows, end) for (name, rows), end in zip(self.sources.items(), ends, strict=True)}
 
     def _batch(self, rows: npt.NDArray[Any]) -> Batch:
-        """Return the pieces of these rows, cut to T + 1 tokens a row. Raises IndexError for an id that is no row."""
+        """Return the pieces of these rows, cut to T + 1 tokens a row."""
         ids, room = check_ids(rows, len(self)), self.sequence_length + 1
         first = self._pieces.first[ids]
         counts = self._pieces.first[ids + 1] - first
@@ -251,10 +250,7 @@ def kind_of(how: str) -> Packing:
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
-    """Return a function from ids to text for a tokenizer's file.
-
-    Leave control tokens out of the ids: of a tokenizer.json their names appear in the text.
-    """
+    """Return a function from ids, without control tokens, to text for a tokenizer's file."""
     if tokenizer.suffix == ".json":
         from tokenizers import Tokenizer
 
@@ -282,7 +278,7 @@ class NamedDocument:
 def name_documents(rows: Rows | PackedRows, shards: Shards, row_ids: Iterable[int]) -> Iterator[NamedDocument]:
     """Yield a NamedDocument for every document in the rows with these ids, row by row. IndexError for an id of no row.
 
-    The text is decoded from the first 40 tokens of the document, even if these are in another row.
+    The text is that of the document's first 40 tokens, even if these are in another row.
     """
     decode, around = _open_decoder(shards.tokenizer), (shards.bos_id, shards.eos_id)
     for row in row_ids:
@@ -300,12 +296,6 @@ def name_documents(rows: Rows | PackedRows, shards: Shards, row_ids: Iterable[in
 _RAMP = 16  # equal steps of a stage whose weights change
 
 
-class Sequencing(Protocol):
-    """Row ids by position: shards.Order, or a Mixture."""
-
-    def __getitem__(self, positions: npt.NDArray[Any]) -> Ids: ...
-
-
 @dataclass(frozen=True)
 class Part:
     """The positions from `start` to before `end` of the run, with the number of rows of each source of the run."""
@@ -317,7 +307,7 @@ class Part:
 
 def order(
     ranges: Mapping[str, range], stages: Sequence[MixtureStage], run_rows: int, sequence_length: int, seed: int
-) -> Sequencing:
+) -> Order | Mixture:
     """Return the order in which a run of run_rows rows reads its rows; `ranges` has the row ids of each source.
 
     Without stages, every row is read once an epoch (shards.Order), and no rows at all raise ValueError. With stages, a

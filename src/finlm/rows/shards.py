@@ -2,11 +2,10 @@
 
 A shard is a stream of little-endian uint16 or uint32 ids, [<s>] document </s> after the other, so one set of shards
 serves every sequence length, and resuming is a seek. Reading rows of 2,048 costs 7 microseconds each (300 Mtoken/s from
-the page cache) and 2 bytes a token on disk.
+the page cache).
 
 A row is a window of the stream: it may start inside a document and hold several. Nothing is padded but the end of a
-shard, whose rest the released XuanYuan code would drop. Other ways to fill rows are in packing.py;
-Rows.documents is what a mask between documents is made from. Nothing here writes (corpus/encode.py does).
+shard, whose rest the released XuanYuan code would drop. Other ways to fill rows are in packing.py.
 """
 
 from __future__ import annotations
@@ -62,22 +61,16 @@ class Shard:
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """Return the path of tokenizer.json or tokenizer.model in a directory of `finlm prepare`: a step, or shards.
-
-    It is tokenizer/tokenizer.json if that exists, else tokenizer.model, which may be missing.
-    """
+    """Return tokenizer/tokenizer.json in a directory of `finlm prepare` if it exists, else tokenizer.model."""
     file = directory / "tokenizer" / "tokenizer.json"
     return file if file.is_file() else directory / "tokenizer.model"
 
 
 class Shards:
-    """A directory of prepared shards.
-
-    Raises UserError if it is not such a directory, or a file is missing or has another size than recorded.
-    """
+    """A directory of prepared shards."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read the manifest and check the size of every file. Raises UserError for missing or damaged shards."""
+        """Read the manifest; raise UserError without it, or if a file is missing or has another size than recorded."""
         self.directory = Path(directory)
         if not (self.directory / "manifest.json").is_file():
             raise UserError(
@@ -95,17 +88,10 @@ class Shards:
 
     def split(self, name: Split) -> list[Shard]:
         """Return the shards of a split in the manifest's order, source after source; [] if it has none."""
+        parts = (item for item in self.manifest["shards"] if item["split"] == name)
         return [
-            Shard(
-                item["source"],
-                self.directory / item["file"],
-                item["tokens"],
-                item["documents"],
-                item["text_bytes"],
-                self.dtype,
-            )
-            for item in self.manifest["shards"]
-            if item["split"] == name
+            Shard(x["source"], self.directory / x["file"], x["tokens"], x["documents"], x["text_bytes"], self.dtype)
+            for x in parts
         ]
 
     def by_source(self, name: Split) -> dict[str, list[Shard]]:
@@ -131,13 +117,13 @@ class Shards:
 
 
 class Rows:
-    """Rows of T = sequence_length tokens: row r of a shard is tokens r * T to r * T + T, labels are the next tokens."""
+    """Rows of T = sequence_length tokens: row r of a shard is tokens r * T to r * T + T, labels are the next tokens.
+
+    A row id that does not exist raises IndexError in every method.
+    """
 
     def __init__(self, shards: Sequence[Shard], sequence_length: int) -> None:
-        """Count the rows of the shards, each `sequence_length` tokens long; a shard's last row may be shorter.
-
-        Reads no ids yet.
-        """
+        """Count the rows of the shards, of which a shard's last may be shorter; read no ids yet."""
         self.shards = list(shards)
         self.sequence_length = sequence_length
         # A stream of n tokens has n - 1 (input, label) pairs.
@@ -149,26 +135,17 @@ class Rows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows count (are not -100); reads no tokens.
-
-        Raises IndexError for a row that does not exist, as the other methods do.
-        """
+        """Return how many labels of these rows are not -100; reads no tokens."""
         shard, row = self._locate(rows)
         left = self._labels[shard] - row * self.sequence_length
         return int(np.minimum(left, self.sequence_length).sum())
 
     def tokens_read(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many inputs of these rows are tokens, not padding; reads no tokens.
-
-        Raises IndexError for a row that does not exist.
-        """
+        """Return how many inputs of these rows are tokens, not padding; reads no tokens."""
         return self.supervised(rows)
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T]; past a shard's last label 0 and -100.
-
-        Raises IndexError for a row that does not exist.
-        """
+        """Return inputs and next-token labels, each int64 [len(rows), T]; past a shard's last label 0 and -100."""
         length = self.sequence_length
         inputs = np.zeros((len(rows), length), dtype=np.int64)
         labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
@@ -180,10 +157,7 @@ class Rows:
         return inputs, labels
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding.
-
-        Raises IndexError for a row that does not exist.
-        """
+        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding."""
         length = self.sequence_length
         shard, row = self._locate(rows)
         start = row * length
@@ -200,10 +174,7 @@ class Rows:
         return np.where(filled, np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
-        """Return [(shard, first token in it, number of inputs)]: the stretch that fills a row, always one.
-
-        Raises IndexError for a row that does not exist.
-        """
+        """Return [(shard, first token in it, number of inputs)]: the stretch that fills a row, always one."""
         (shard,), (number,) = self._locate(np.array([row]))
         start = int(number) * self.sequence_length
         return [(self.shards[shard], start, min(self.sequence_length, int(self._labels[shard]) - start))]
@@ -216,10 +187,7 @@ class Rows:
         return ranges
 
     def _locate(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return (shard index, row within the shard) of each row id.
-
-        Raises IndexError for a row that does not exist.
-        """
+        """Return (shard index, row within the shard) of each row id."""
         ids = check_ids(rows, len(self))
         shard = np.searchsorted(self._ends, ids, side="right")
         return shard, ids - np.concatenate(([0], self._ends))[shard]
@@ -238,8 +206,7 @@ class Order:
 
     A balanced Feistel network over the next even power of two, walked until it lands below count (Black and Rogaway,
     "Ciphers with Arbitrary Finite Domains", 2002): a bijection computed per index in constant time, so the order needs
-    no table, no state and no agreement between ranks. A call takes 1 ms and half a microsecond an index. Its values are
-    frozen by a test. Raises ValueError for a count below 1.
+    no table, no state and no agreement between ranks. A call takes 1 ms and half a microsecond an index.
     """
 
     ROUNDS = 8  # four make a bijection look random; small domains have short halves, and more rounds cost nothing here

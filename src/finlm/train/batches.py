@@ -31,8 +31,8 @@ from transformers.masking_utils import sdpa_mask
 
 from finlm.plan.plan import Plan
 from finlm.recipe.settings import Settings
-from finlm.rows.packing import PackedRows, Sequencing
-from finlm.rows.shards import IGNORED, Ids, Rows, Shard, Shards
+from finlm.rows.packing import Mixture, PackedRows
+from finlm.rows.shards import IGNORED, Ids, Order, Rows, Shard, Shards
 
 Arrays = tuple[npt.NDArray[Any], ...]
 
@@ -58,7 +58,7 @@ class Batches:
     """Reads the micro-batches of a rank, step by step, in the run's order of rows. Steps count from 0."""
 
     def __init__(
-        self, rows: Rows | PackedRows, order: Sequencing, plan: Plan, rank: int, document_masks: bool = False
+        self, rows: Rows | PackedRows, order: Order | Mixture, plan: Plan, rank: int, document_masks: bool = False
     ) -> None:
         """Compute this rank's share of each micro-step from the plan; read no rows yet.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -99,13 +100,10 @@ def attention_backends(plan: Plan) -> Iterator[None]:
         """Return whether SDPA gets keys unrepeated: as transformers says, never for "efficient" or above size 192."""
         return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
 
-    sdpa_attention.use_gqa_in_sdpa = shares
-    try:
-        # Math keeps every score for the backward pass: 400 MiB a layer, not 20 (2 rows of 1,024, 32 heads of 128).
-        with sdpa_kernel([*ATTENTION[plan.attention], SDPBackend.MATH], set_priority=True):
-            yield
-    finally:
-        sdpa_attention.use_gqa_in_sdpa = grouped
+    # Math keeps every score for the backward pass: 400 MiB a layer, not 20 (2 rows of 1,024, 32 heads of 128).
+    backends = sdpa_kernel([*ATTENTION[plan.attention], SDPBackend.MATH], set_priority=True)
+    with mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", shares), backends:
+        yield
 
 
 def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
@@ -152,7 +150,10 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
     config_json.check_kernels(model.config.to_dict(), plan.device)
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
-        _to_float8(model)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
+
+        # A scale per tensor; the head stays in bf16.
+        convert_to_float8_training(model.model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
     run: Callable[..., Any] = _run_recomputed_layer if plan.recompute == "full" else run_layer
     for layer in model.model.layers:
         layer.draws = layer.mlp.draws = draws
@@ -218,8 +219,11 @@ def _summed_loss(
         module.document_bounds = bounds
     for module in mixers(model.model):
         module.document_positions = None if bounds is None else positions
-    with _masks_by(positions):
+    _positions.append(positions)
+    try:
         hidden = model.model(input_ids=input_ids, use_cache=False, position_ids=positions).last_hidden_state
+    finally:
+        _positions.pop()
     return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
 
 
@@ -229,18 +233,8 @@ def attention_modules(decoder: Any) -> Iterator[Any]:
         yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
 
 
-@contextmanager
-def _masks_by(positions: torch.Tensor) -> Iterator[None]:
-    """Within the block, let the mask functions that a model calls without position ids use these."""
-    _positions.append(positions)
-    try:
-        yield
-    finally:
-        _positions.pop()
-
-
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return make(...), a transformers mask function, with the position_ids of _masks_by() where none are given."""
+    """Return make(...), a transformers mask function, with the pass's position_ids where the model gives none."""
     if given.get("position_ids") is None and _positions:
         given["position_ids"] = _positions[-1]
     if getattr(given.get("position_ids"), "begin_once", False):  # of plain_positions(): to read them would be a wait
@@ -272,13 +266,6 @@ def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named
         return forward(*arguments, **named)
     # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
     return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=draws, **named)
-
-
-def _to_float8(model: Any) -> None:
-    """Make the decoder's linear layers multiply in float8, in place, a scale per tensor; the head stays in bf16."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
-
-    convert_to_float8_training(model.model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
 
 
 class LinearCrossEntropy(torch.autograd.Function):

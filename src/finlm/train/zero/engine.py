@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -310,15 +310,10 @@ def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
     return engine
 
 
-@contextmanager
-def use_optimizer(plan: Plan) -> Iterator[None]:
-    """Within the block, make deepspeed.initialize use the plan's class of OPTIMIZERS, or DeepSpeed's if it has none."""
-    plain = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
-    deepspeed.runtime.engine.DeepSpeedZeroOptimizer = OPTIMIZERS.get((plan.offload_optimizer, plan.compiled), plain)
-    try:
-        yield
-    finally:
-        deepspeed.runtime.engine.DeepSpeedZeroOptimizer = plain
+def use_optimizer(plan: Plan) -> AbstractContextManager[Any]:
+    """Return a context in which deepspeed.initialize uses the plan's class of OPTIMIZERS, or else DeepSpeed's."""
+    kind = OPTIMIZERS.get((plan.offload_optimizer, plan.compiled), DeepSpeedZeroOptimizer)
+    return mock.patch.object(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", kind)
 
 
 def tune(optimizer: Any, plan: Plan) -> None:
