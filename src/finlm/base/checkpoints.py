@@ -51,8 +51,7 @@ class Part:
 class Manifest:
     """The files of a checkpoint in one directory, and the layout that the shards were cut for.
 
-    `identity` is a hash over the files of all ranks. It differs between two saves of one step and is empty in older
-    manifests.
+    `identity` is a hash over the files of all ranks, another for each save of a step; empty in older manifests.
     """
 
     step: int
@@ -85,8 +84,7 @@ class Manifest:
     def from_json(value: Any, where: str) -> Manifest:
         """Return the Manifest of manifest.json's parsed content, `value`; `where` is the path that errors name.
 
-        Raises UserError if a field is missing or invalid, for another version of the format, and for a file name that
-        leads outside the directory.
+        Raises UserError if it is not of this version, and for a file name that leads outside the directory.
         """
         try:
             if value["version"] != VERSION:
@@ -114,10 +112,7 @@ class Manifest:
 
     @staticmethod
     def read_if_readable(directory: Path) -> Manifest | None:
-        """Return the manifest as `read` does; None if it is missing or not JSON.
-
-        Raises UserError for another version and for a file that is no checkpoint's manifest.
-        """
+        """Return the manifest, None if it is missing or not JSON. Raises UserError as from_json() does."""
         try:
             return Manifest.read(directory)
         except (FileNotFoundError, Unreadable):
@@ -125,10 +120,9 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Return the manifest of a complete checkpoint from its manifest.json.
+        """Return the manifest of a complete checkpoint.
 
-        Raises FileNotFoundError without manifest.json, Unreadable when it is not JSON, and UserError for another
-        version or a file that is no checkpoint's manifest.
+        Raises FileNotFoundError without manifest.json, Unreadable when it is not JSON, UserError as from_json() does.
         """
         path = directory / MANIFEST
         try:
@@ -140,9 +134,9 @@ class Manifest:
 
 
 def common_steps(each: Sequence[Mapping[int, str]]) -> set[int]:
-    """Return the steps for which every host has a checkpoint of the same save.
+    """Return the steps for which every host has a checkpoint of the same save, from {step: identity} of each host.
 
-    `each` has one {step: identity} per host, at least one host. An identity "" is unknown and matches any other.
+    An identity "" is unknown and matches any other.
     """
     steps = set(each[0]).intersection(*each[1:])
     return {step for step in steps if len({identities[step] for identities in each} - {""}) <= 1}
@@ -169,9 +163,9 @@ def missing_error(
 
 
 def whole_checkpoints(directories: Iterable[tuple[int, Path]]) -> dict[int, Path]:
-    """Return {step: directory} of the checkpoints that have all ranks' files, oldest first.
+    """Return {step: directory} of those of (step, directory) that have all ranks' files, oldest first.
 
-    Takes (step, directory) pairs. Leaves out checkpoints whose manifest is missing or cannot be read.
+    Leaves out checkpoints whose manifest is missing or cannot be read.
     """
     whole = {}
     for step, directory in sorted(directories):
@@ -182,10 +176,7 @@ def whole_checkpoints(directories: Iterable[tuple[int, Path]]) -> dict[int, Path
 
 
 def identities(directories: Iterable[tuple[int, Path]]) -> dict[int, str]:
-    """Return {step: identity} of complete checkpoints, from (step, directory) pairs.
-
-    The identity is "" for a manifest that cannot be read. Leaves out directories without a manifest.
-    """
+    """Return {step: identity} of (step, directory) pairs with a manifest; "" for a manifest that cannot be read."""
     known = {}
     for step, directory in directories:
         try:
@@ -205,10 +196,9 @@ def is_inside(name: str) -> bool:
 
 
 def sha256(paths: Iterable[Path], threads: int, advance: Callable[[], None] | None = None) -> dict[Path, str]:
-    """Return {path: hex sha256 over the sha256s of the file's 64 MiB blocks}, hashing blocks in parallel.
+    """Return {path: hex sha256 over the sha256s of the file's 64 MiB blocks}, hashing `threads` blocks at a time.
 
-    Calls `advance` after each block. Raises OSError when a file cannot be read. `threads` is how many blocks are read
-    at a time.
+    Calls `advance` after each block. Raises OSError when a file cannot be read.
     """
     blocks = [(path, start) for path in paths for start in range(0, max(1, path.stat().st_size), BLOCK_BYTES)]
     with ThreadPoolExecutor(max(1, min(threads, len(blocks)))) as pool:
@@ -238,8 +228,7 @@ def find_faults(
 ) -> list[str]:
     """Return a sentence for each file that is missing, a link, or differs from its Part in size or sha256; [] if none.
 
-    Compares sizes first, then contents in parallel; calls `advance` after each hashed block. A read error does not
-    raise: it ends the hashing and becomes a sentence.
+    Calls `advance` after each hashed block. A read error does not raise: it ends the hashing and becomes a sentence.
     """
     problems, whole = [], {}
     for name, part in parts.items():
@@ -297,10 +286,9 @@ def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint, if it exists; rename it first, so that a kill leaves no incomplete checkpoint at this path.
+    """Remove a checkpoint, if it exists; of a symlink to one in memory, both.
 
-    If `directory` is a symlink to a checkpoint in memory, removes the link and then the checkpoint. What cannot be
-    deleted stays as .step-N.removed, without an error. Raises OSError if the renaming fails.
+    What cannot be deleted stays as .step-N.removed, without an error. Raises OSError if the renaming to that fails.
     """
     if directory.is_symlink():
         link, directory = directory, Path(os.path.realpath(directory))
@@ -308,7 +296,7 @@ def remove(directory: Path) -> None:
     gone = directory.with_name(f".{directory.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        directory.rename(gone)
+        directory.rename(gone)  # first: a kill while files go leaves no incomplete checkpoint at this path
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -320,10 +308,7 @@ def set_aside(directory: Path) -> Path:
 
 
 def steps_to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Return the steps to delete, in order: all but the newest keep_last and the multiples of keep_every.
-
-    `keep_last` must be at least 1. `keep_every` None keeps no multiples.
-    """
+    """Return the steps to delete, in order: all but the newest keep_last (1 or more) and multiples of keep_every."""
     ordered = sorted(steps)
     return [step for step in ordered[:-keep_last] if keep_every is None or step % keep_every]
 

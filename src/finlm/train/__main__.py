@@ -181,10 +181,7 @@ def bind_cores(plan: Plan) -> None:
 
 
 def bus_address(uuid: object) -> str | None:
-    """Ask nvidia-smi for a GPU's PCI address as Linux names it (0000:1b:00.0); return None when it is not listed.
-
-    `uuid` is the GPU's UUID without the prefix "GPU-".
-    """
+    """Return the PCI address (0000:1b:00.0) of the GPU "GPU-" + uuid from nvidia-smi; None when it is not listed."""
     from finlm.recipe import cluster
 
     address = {row["uuid"]: row["pci.bus_id"] for row in cluster.ask_gpus("uuid", "pci.bus_id")}.get(f"GPU-{uuid}")

@@ -389,10 +389,7 @@ def evaluate(
 
 
 def proof_ids(shards: Shards, recipe: Settings) -> list[int]:
-    """Return the token ids of the event `proof`: the first of the first held-out shard, or else training shard.
-
-    At most PROOF_TOKENS, and at most a row. The trained model and its export must give the same loss on them.
-    """
+    """Return the first ids, at most PROOF_TOKENS and a row, of the first held-out shard, or else training shard."""
     shard = [*shards.split("held_out"), *shards.split("train")][0]
     # Without </s> where training hides it from attention: the export does not.
     hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None

@@ -114,10 +114,7 @@ class Rank:
         return 0
 
     def meet(self, where: str) -> None:
-        """Wait until all ranks have called meet(where), a new name in each call.
-
-        Raises torch's DistError when a rank does not come within self.longest.
-        """
+        """Wait until all ranks have called meet(where), each time a new name; DistError after self.longest."""
         # Through the store on rank 0, not a barrier: works also when a link between two others is dead.
         self.store.set(f"{where}/{self.rank}", "here")
         self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)

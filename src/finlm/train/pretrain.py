@@ -51,10 +51,7 @@ class Setup(Rank[Settings]):
 
 
 def main(run_path: Path, recipe: Settings) -> int:
-    """Train the run in `run_path`, whose recipe is `recipe`, to its last step; return the exit code. Collective.
-
-    Does prepare() and loop(), and raises what they raise.
-    """
+    """Train the run in `run_path`, whose recipe is `recipe`: prepare() and loop(). Return the exit code. Collective."""
     s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
         return loop(s)
@@ -158,10 +155,7 @@ def evaluate(s: Setup, step: int) -> None:
 
 
 def record_proof(s: Setup, step: int) -> None:
-    """Record the event `proof`: token ids and the trained model's mean loss on them, which its export must reproduce.
-
-    Leaves the engine in train mode. Collective.
-    """
+    """Record the event `proof`: ids and the model's mean loss on them, which its export must reproduce. Collective."""
     ids = batches.proof_ids(s.shards, s.recipe)
     s.engine.eval()
     shape = s.plan.rank_micro_batches[s.rank], s.plan.sequence_length
@@ -226,10 +220,7 @@ class Guard:
         return step
 
     def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses.
-
-        The stopwatch counts the wait for the first micro-batch.
-        """
+        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses."""
         self._micro_losses.clear()
         return self.stopwatch.reading(self.s.batches.read(data_step))
 

@@ -98,10 +98,7 @@ def start_config(source: str | Path, revision: str | None = None) -> PreTrainedC
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' causal model class for a configuration. Raises KeyError if there is none.
-
-    Also makes its linear attention run on CPUs (delta_net.choose_by_device).
-    """
+    """Return transformers' causal class for a configuration, made to run on CPUs too. KeyError if there is none."""
     kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     delta_net.choose_by_device(kind)
     return kind

@@ -60,10 +60,7 @@ class RowStates:
         self.count, self.states = rows, dict[str, torch.Tensor]()
 
     def write_state(self, name: str, new: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy a state of prompts, `new` [prompts, ...], to `rows`; `sources` has the index of each row's prompt.
-
-        `name` is "convolution" or "rule".
-        """
+        """Copy `new` [prompts, ...], "convolution" or "rule", to `rows`; `sources` has the prompt of each row."""
         if name not in self.states:
             self.states[name] = new.new_zeros(self.count, *new.shape[1:])
         self.states[name][rows] = new[sources]

@@ -297,10 +297,7 @@ OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero
 
 
 def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
-    """Make and return the DeepSpeed engine of `model`, with the plan's optimizer; the process group must exist.
-
-    `ds_config` is the file of DeepSpeed's settings. May change the classes of linear layers (products.swap_summing).
-    """
+    """Return the DeepSpeed engine of `model` with the plan's optimizer; may change the classes of linear layers."""
     with use_optimizer(plan):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model, model_parameters=parameter_groups(model, plan), config=str(ds_config)

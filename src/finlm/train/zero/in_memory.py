@@ -264,10 +264,7 @@ def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], i
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Wait for a directory's lock (flock) and hold it in the block: no other rank or run then changes what is below.
-
-    Raises FileNotFoundError without the directory.
-    """
+    """Wait for an existing directory's lock (flock) and hold it in the block, against other ranks and runs."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -405,10 +405,7 @@ def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def replay_powers(optimizer: Any) -> None:
-    """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the loaded checkpoint was written.
-
-    Does nothing for other optimizers.
-    """
+    """Bring a CPU Adam of DeepSpeed to the powers of its betas that it had when the loaded checkpoint was written."""
     if not hasattr(optimizer, "ds_opt_adam"):
         return
     # It keeps the powers in C++ as products of one factor a step and, after a load, computes the next ones by pow():
