@@ -362,10 +362,9 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
             place = (out / f"{number:02}.jsonl").absolute()
             _write_yaml(directory / f"{number:02}.yaml", _task(f"{group}_{number:02}", f"{group}: {subject}", place))
         names = [f"{group}_{number:02}" for number in range(len(by_subject))]
-        whole = {"group": group, "task": names, "metadata": {"version": 1}}
-        _write_yaml(
-            directory / f"{group}.yaml", whole | {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
-        )
+        mean = [{"metric": "acc", "weight_by_size": False}]  # over subjects, not questions
+        whole: dict[str, object] = {"group": group, "task": names, "aggregate_metric_list": mean}
+        _write_yaml(directory / f"{group}.yaml", whole | {"metadata": {"version": 1}})
     return out
 
 

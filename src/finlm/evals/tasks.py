@@ -410,13 +410,12 @@ def rouge_l(right: str, answer: str) -> float:
     """Return ROUGE-L's F over words of jieba; raises the recursion limit meanwhile."""
     from rouge import Rouge
 
-    # An empty answer counts as the word None, as in CFLUE's code.
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(100_000)  # it walks the longest common subsequence by calls
     try:
-        return float(
-            Rouge(["rouge-l"]).get_scores(cut_chinese(answer or "None"), cut_chinese(right))[0]["rouge-l"]["f"]
-        )
+        # An empty answer counts as the word None, as in CFLUE's code.
+        (scores,) = Rouge(["rouge-l"]).get_scores(cut_chinese(answer or "None"), cut_chinese(right))
+        return float(scores["rouge-l"]["f"])
     except ValueError:  # an answer of full stops alone, at which CFLUE's code ends
         return 0.0
     finally:

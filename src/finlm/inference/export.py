@@ -77,9 +77,8 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
     trained = load_trained(checkpoint)
-    tokenizer = start.run_tokenizer(
-        trained.shards, trained.recipe.tokenizer.add_bos, trained.model.config.max_position_embeddings
-    )
+    context = trained.model.config.max_position_embeddings
+    tokenizer = start.run_tokenizer(trained.shards, trained.recipe.tokenizer.add_bos, context)
     with step_cache.new_directory(out) as directory:
         trained.model.save_pretrained(directory, max_shard_size=most)
         _write_tokenizer(directory, trained.shards, trained.recipe.stage, tokenizer)
@@ -189,10 +188,8 @@ def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any
 
 def _begins_with_a_control_token(tokenizer: Any) -> bool:
     """Return whether dialogues begin with a control token and the tokenizer puts a space before a text's first word."""
-    if (
-        getattr(tokenizer.backend_tokenizer.pre_tokenizer, "prepend_scheme", "") != "first"
-        or not tokenizer.chat_template
-    ):
+    scheme = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "prepend_scheme", "")
+    if scheme != "first" or not tokenizer.chat_template:
         return False
     said = tokenizer.apply_chat_template(_CONVERSATION, tokenize=False)
     return bool(said.startswith(tuple(tokenizer.all_special_tokens)))
@@ -376,12 +373,10 @@ def _suite_section(trained: Trained, step: int) -> list[str]:
     rows = []
     for row in trained.run.read_events("suite"):
         if row.get("step") == step:
-            mode, interval = (
-                f"{row['mode']}, {row['shots']}-shot",
-                [f"{100 * end:.1f}" for end in row["micro_interval"]],
-            )
+            mode, questions = f"{row['mode']}, {row['shots']}-shot", f"{row['questions']:,}"
             means = [f"{100 * row[name]:.2f} %" for name in ("macro", "micro")]
-            rows.append((row["suite"], mode, f"{row['questions']:,}", *means, " to ".join(interval)))
+            interval = " to ".join(f"{100 * bound:.1f}" for bound in row["micro_interval"])
+            rows.append((row["suite"], mode, questions, *means, interval))
     return _section("Multiple choice", ("suite", "mode", "questions", "macro", "micro", "95 % interval"), rows)
 
 

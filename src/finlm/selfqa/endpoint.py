@@ -180,9 +180,7 @@ class Endpoint:
         """Prepare requests by the recipe's settings. Raises UserError when the key's variable is not set."""
         assert settings.endpoint is not None
         self.url = settings.endpoint.rstrip("/") + "/chat/completions"
-        self.model = settings.model
-        self.timeout = settings.timeout_seconds
-        self.attempts = settings.attempts
+        self.settings = settings
         self.retries = 0  # requests sent again
         self.stopped = threading.Event()  # ends pauses
         self._key = _read_key(settings.api_key_env)
@@ -193,28 +191,23 @@ class Endpoint:
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
         """Send the messages and return the model's reply, with retries and within the rate limit.
 
-        Blocks through pauses and up to `timeout` for each wait. Raises Refused when the server will not answer this
-        request, NoAnswer when every attempt failed or `stopped` is set, and UserError if no request can succeed.
+        Blocks through pauses and timeouts. Raises Refused when the server will not answer this request, NoAnswer when
+        every attempt failed or `stopped` is set, and UserError if no request can succeed.
         """
-        request = {
-            "model": self.model,
-            "messages": list(messages),
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-        }
-        body = json.dumps(request, ensure_ascii=False).encode()
-        failure = ""
-        for attempt in range(self.attempts):
+        request = {"messages": list(messages), "temperature": temperature, "max_tokens": max_tokens}
+        body = json.dumps({"model": self.settings.model, **request}, ensure_ascii=False).encode()
+        attempts, failure = self.settings.attempts, ""
+        for attempt in range(attempts):
             self._wait_for_turn()
             wanted: float | None = None
             try:
-                return _parse_reply(send(self.url, body, self._key, self.timeout))
+                return _parse_reply(send(self.url, body, self._key, self.settings.timeout_seconds))
             except urllib.error.HTTPError as error:
                 failure = self._explain_failure(error)
                 wanted = _retry_after(error)
             except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
                 failure = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-            if attempt + 1 < self.attempts:
+            if attempt + 1 < attempts:
                 limit = min(_LONGEST_PAUSE, 2.0**attempt)
                 if self.stopped.wait(random.uniform(limit / 2, limit) if wanted is None else wanted):
                     break
@@ -241,7 +234,7 @@ class Endpoint:
             ) from None
         if error.code in (404, 405) or 300 <= error.code < 400:
             raise UserError(
-                f"{self.url} is not a chat completions endpoint, or has no model {self.model}",
+                f"{self.url} is not a chat completions endpoint, or has no model {self.settings.model}",
                 evidence=words,
                 fix="correct self_qa.endpoint (it ends before /chat/completions, usually in /v1) or self_qa.model",
             ) from None

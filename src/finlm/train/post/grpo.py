@@ -88,10 +88,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         means = trainers.drain_metrics({key: self._metrics["train"][key] for key in terms.values()}, terms)
         tokens = self.accelerator.reduce(torch.stack(self.tokens_learnt)).tolist()
         self.tokens_learnt.clear()
-        metrics: dict[str, float | Numbers] = {
-            **trainers.drain_metrics(self._metrics["train"], self.names, tokens),
-            **self.mismatch.take(),
-        }
+        drained = trainers.drain_metrics(self._metrics["train"], self.names, tokens)
+        metrics: dict[str, float | Numbers] = {**drained, **self.mismatch.take()}
         if self.is_generated:
             self.is_generated = False
             measured = rollouts.text_statistics(list(self._logs["completion"]), self.grpo.checked)
@@ -280,12 +278,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         # cuDNN would prepare itself anew for every length of prompts.
         if plan.attention == "cudnn":
             plan = dataclasses.replace(plan, attention="flash")
-        with (
-            kernels.attention_backends(plan),
-            unwrap_model_for_generation(
-                self.model_wrapped, self.accelerator, gather_deepspeed3_params=gathers
-            ) as model,
-        ):
+        whole = unwrap_model_for_generation(self.model_wrapped, self.accelerator, gather_deepspeed3_params=gathers)
+        with kernels.attention_backends(plan), whole as model:
             was_training = model.training
             # Dropout would draw other numbers when other rows are generated together.
             model.eval()

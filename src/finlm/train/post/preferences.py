@@ -53,9 +53,8 @@ class PairTrainer(Recorded):
         self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
         self.held_out = r.held_out(lambda parts: list(dialogues.read_pairs(parts)))  # by source
         self.order = Order(len(self.pairs), r.recipe.train.seed)  # endless: order[positions] are indices of pairs
-        self.tokens = np.array(
-            [2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in self.pairs]
-        )
+        # Both sequences of a pair begin with the prompt.
+        self.tokens = np.array([sum(len(pair[name]) for name in ("prompt_ids", *IDS)) for pair in self.pairs])
         self.pad_id = padding_id(r.shards)
         super().__init__(r, model=model, **given)
 
@@ -214,14 +213,10 @@ class OddsTrainer(PreferenceTrainer):
         means = self._means(model, inputs)
         odds = log_odds(means)
         chosen, rejected = self.accelerator.gather(odds.detach()).unbind(1)
-        noted = {
-            "rewards/accuracies": (chosen > rejected).float(),
-            "rewards/margins": chosen - rejected,
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-        }
+        accuracies, margins = (chosen > rejected).float(), chosen - rejected
+        noted = {"accuracies": accuracies, "margins": margins, "chosen": chosen, "rejected": rejected}
         for name, values in noted.items():
-            self._metrics["train"][name].append(values.mean().item())
+            self._metrics["train"][f"rewards/{name}"].append(values.mean().item())
         ratio = torch.nn.functional.logsigmoid(odds[:, 0] - odds[:, 1])
         return -(means[:, 0] + float(self.beta) * ratio).mean()
 

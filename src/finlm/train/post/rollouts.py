@@ -78,9 +78,8 @@ def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Pro
     for row in dialogues.read_prompts(parts):
         prompt, answer = (tokenizer.decode(row[name]) for name in ("prompt_ids", "answer_ids"))
         asked = prompt.rstrip().removesuffix(behind).rstrip()
-        prompts.append(
-            {"prompt": prompt, "asked": asked, "prompt_ids": row["prompt_ids"].tolist(), "answer": answer.strip()}
-        )
+        ids = row["prompt_ids"].tolist()
+        prompts.append({"prompt": prompt, "asked": asked, "prompt_ids": ids, "answer": answer.strip()})
     return prompts
 
 
