@@ -238,6 +238,22 @@ def test_what_ended_together_with_a_refused_key_is_kept(tmp_path: Path, monkeypa
     assert kept == {company for company in COMPANIES if "丁" not in company}
 
 
+def test_an_answer_that_ended_with_the_fifth_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(_: object, messages: endpoint.Conversation, temperature: float, max_tokens: int) -> endpoint.Reply:
+        if messages[0]["content"] == "拒":
+            raise endpoint.Refused("not this one")
+        return endpoint.Reply("2", "stop", 1, 1)
+
+    monkeypatch.setattr(endpoint.Endpoint, "ask", reply)
+    monkeypatch.setattr(endpoint, "wait", lambda futures, return_when: wait(futures))  # all end together
+    settings = SelfQA(endpoint="http://127.0.0.1:1/v1", model="m", concurrency=64)
+    prompts = {f"{number}": [{"role": "user", "content": "拒"}] for number in range(60)}
+    prompts["answered"] = [{"role": "user", "content": "1+1"}]
+    with pytest.raises(UserError, match="failed 5 times in a row"):
+        ask.answer_prompts(settings, prompts, (0.6, 64), tmp_path / "ledger", [])
+    assert [row["key"] for row in files.read_json_lines(tmp_path / "ledger")] == ["answered"]
+
+
 def test_a_killed_run_goes_on_without_asking_twice(server: Server, overrides: list[str], tmp_path: Path) -> None:
     server.pause = 0.1
     command = [sys.executable, "-m", "finlm", "self-qa", str(QUICKSTART), *sets(overrides)]

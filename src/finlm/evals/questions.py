@@ -186,23 +186,19 @@ def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
             evidence="no such folder" if not (data / part).is_dir() else "none ends in .csv",
             fix=f"give the folder of {name} that has {part}/ in it with --data",
         )
+    columns = "a file of questions has the columns question, A, B, C, D and answer"
     for path in paths:
         subject = path.stem.removesuffix(f"_{part}")
-        yield from _read_file(path, CHINESE.get(name, {}).get(subject, subject))
-
-
-def _read_file(path: Path, subject: str) -> Iterator[Question]:
-    """Yield the questions of a CSV file. Raises UserError for a row without four options and an answer A to D."""
-    fix = "a file of questions has the columns question, A, B, C, D and answer"
-    for line, row in contamination.read_csv(path, _COLUMNS, fix):
-        text, a, b, c, d, answer = (row.get(name, "").strip() for name in _COLUMNS)
-        if answer.upper() not in LETTERS or not all((text, a, b, c, d, answer)):
-            raise UserError(
-                f"{path}:{line}: not a question with four options and an answer from A to D",
-                evidence=f"answer {answer!r}, {sum(map(bool, (a, b, c, d)))} options",
-                fix="correct the row or take it out",
-            )
-        yield Question(subject, text, (a, b, c, d), answer.upper())
+        subject = CHINESE.get(name, {}).get(subject, subject)
+        for line, row in contamination.read_csv(path, _COLUMNS, columns):
+            text, a, b, c, d, answer = (row.get(column, "").strip() for column in _COLUMNS)
+            if answer.upper() not in LETTERS or not all((text, a, b, c, d, answer)):
+                raise UserError(
+                    f"{path}:{line}: not a question with four options and an answer from A to D",
+                    evidence=f"answer {answer!r}, {sum(map(bool, (a, b, c, d)))} options",
+                    fix="correct the row or take it out",
+                )
+            yield Question(subject, text, (a, b, c, d), answer.upper())
 
 
 def _read_cflue(path: Path) -> Iterator[Question]:

@@ -332,9 +332,9 @@ def _prune_pairs(rows: list[Asked], settings: SelfQA) -> tuple[list[Mapping[str,
             reason = endpoint.question_reason(question)
             if reason is None and endpoint.normalise_question(question) in seen:
                 reason = "question asked before"
-            if reason is None and answer is None:
+            elif reason is None and answer is None:
                 reason = "not answered"  # a rule that is newer than the reply had dropped the question
-            if reason is None and answer is not None:
+            elif reason is None and answer is not None:
                 reason = endpoint.answer_reason(row.passage, question, answer, pair.finish, settings)
             if reason is not None:
                 reasons[reason] += 1

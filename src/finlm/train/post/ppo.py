@@ -71,7 +71,11 @@ class ValueTrainer(GroupTrainer):
             )
         (values,) = self.extra_values
         apart = (logps - rows["ref_per_token_logps"]) * mask if self.beta else torch.zeros_like(logps)
-        earned = place_rewards(self._rewards(len(ids)).to(logps.device), mask) - self.beta * apart
+        # trl's logs have the answers of all ranks. A term that gave None is NaN there and counts as 0.
+        mine = slice(self.accelerator.process_index * len(ids), (self.accelerator.process_index + 1) * len(ids))
+        terms = [torch.tensor(list(self._logs["rewards"][name])[mine]) for name in self.reward_func_names]
+        rewards = (torch.stack(terms, dim=1) * self.reward_weights).nansum(dim=1).to(logps.device)
+        earned = place_rewards(rewards, mask) - self.beta * apart
         advantages, returns = estimate(earned, values, mask, self.ppo)
         rows |= {"advantages": self._whiten(advantages, mask), "returns": returns, "old_values": values}
         if self.beta:
@@ -94,14 +98,6 @@ class ValueTrainer(GroupTrainer):
         self._record(values.detach(), missed.detach(), inputs["returns"], mask)
         total: torch.Tensor = loss + self.ppo.value_weight * value_loss
         return total
-
-    def _rewards(self, count: int) -> torch.Tensor:
-        """Return the weighted reward of this rank's last `count` answers, from trl's logs: [answers], on the CPU."""
-        first = self.accelerator.process_index * count
-        terms = [torch.tensor(list(self._logs["rewards"][name]))[first:][:count] for name in self.reward_func_names]
-        # A term that gave None is NaN there and counts as 0.
-        earned: torch.Tensor = (torch.stack(terms, dim=1) * self.reward_weights).nansum(dim=1)
-        return earned
 
     def _whiten(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the values with mean 0 and deviation 1 over all ranks' tokens; 0 where `mask` is 0. Collective."""

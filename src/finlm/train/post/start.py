@@ -92,7 +92,7 @@ def padding_id(shards: Shards) -> int:
 
 
 def load_start(r: Rank[Recipe]) -> Any:
-    """Load the start on the rank's device, in 4 bits for QLoRA, without adapters. UserError if it is unusable."""
+    """Load the start model onto the rank's device, in 4 bits for QLoRA, without adapters. UserError if unusable."""
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = load_model(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
     # Back to transformers' own forward, which kernels' loss has replaced: trl puts a head of its own there.
