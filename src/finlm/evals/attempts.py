@@ -267,10 +267,7 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
 
 
 def draw(opened: Opened, grpo: Grpo, prompts: Sequence[Prompt], options: Options) -> list[list[Attempt]]:
-    """Return options.count attempts of the model at each prompt; draw only those not in the ledger.
-
-    New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come. Shows the progress on stderr.
-    """
+    """Return options.count attempts at each prompt; draw those not in the ledger in runs/evals, and add them to it."""
     settings = [opened.fingerprint, grpo.temperature, grpo.top_p, grpo.max_new_tokens, options.seed]
     keys = _keys(settings, (prompt.ids for prompt in prompts), options.count)
     ledger, known = _read_ledger(opened.fingerprint)
@@ -361,10 +358,7 @@ def _grade(grpo: Grpo, prompt: Prompt, attempt: Attempt) -> Graded:
 
 
 def _read_conclusion(rule: str, question: str, answer: str) -> Hashable | None:
-    """Return what `answer` concludes with, as the reward rule reads it; None if it concludes with nothing.
-
-    That is a letter (option), an option's text (words), a frozenset of items (terms), or else (number, unit).
-    """
+    """Return the letter, option, set of items or (number, unit) that `answer` concludes with by the rule; else None."""
     if rule == "option":
         return scoring.find_letter(answer)
     if rule == "words":

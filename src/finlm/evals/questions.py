@@ -249,10 +249,7 @@ def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...],
 
 
 def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
-    """Yield different questions without end about the companies of a split's world.
-
-    `size_bytes` is the size of its corpus, `purpose` names the stream of random numbers, which is not the corpus's.
-    """
+    """Yield different questions without end about a split's world of `size_bytes`; `purpose` names their draws."""
     seen = set()
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):

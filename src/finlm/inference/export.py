@@ -114,10 +114,7 @@ def _merge_start_config(config: dict[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
-    """Load the written files, and raise RuntimeError when they do not give the trained model and tokenizer.
-
-    Compares tokenizer, configuration, weights, logits of a text, and the value of training's event `proof`.
-    """
+    """Load the written files; RuntimeError unless tokenizer, config, weights, logits and `proof` are the run's."""
     kind = AutoModelForSequenceClassification if trained.recipe.stage == "reward" else AutoModelForCausalLM
     model = trained.model
     attention = causal_lm.plain_attention(model.config)

@@ -118,10 +118,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return saved | {"rollouts": self.gaming.state(), "drawn_first": list(self.drawn_first.items())}
 
     def restore(self, saved: State) -> None:
-        """Restore a value of state_for_checkpoint(), {} at the first step: skipped steps, self.gaming, drawn_first.
-
-        Rank 0 rewrites rollouts.jsonl up to the run's step.
-        """
+        """Restore a value of state_for_checkpoint(), or {}; rank 0 cuts rollouts.jsonl back to the run's step."""
         super().restore(saved)
         self.gaming = rollouts.Watch(self.rank.recipe.incidents.rollouts, saved.get("rollouts"))
         self.drawn_first = dict(saved.get("drawn_first", ()))
@@ -147,10 +144,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return self._means(torch.cat(list(likeliest.values()))) | self._rise(drawn, list(drawn)) | {"sources": sources}
 
     def _means(self, values: torch.Tensor) -> dict[str, float | Numbers]:
-        """Return {reward, prompts, rewards}: mean weighted reward, number of prompts, mean of each term by name.
-
-        `values` is [prompts, terms]; NaN counts as 0 in the weighted reward and is left out of a term's mean.
-        """
+        """Return {reward, prompts, rewards by term}, means of values [prompts, terms]; NaN counts as 0 in `reward`."""
         rewards = (values * self.reward_weights).nansum(dim=1)
         terms = dict(zip(self.reward_func_names, values.nanmean(dim=0).tolist(), strict=True))
         return {"reward": float(rewards.mean()), "prompts": len(values), "rewards": terms}
@@ -305,10 +299,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return earned
 
     def _reward_answers(self, prompts: list[Prompt], keys: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rewards of an answer to each prompt: fp32 [prompts, terms] on the CPU, NaN for None. Collective.
-
-        The answers are drawn with the noise `keys`, a row a prompt; without keys they are the likeliest.
-        """
+        """Return rewards of likeliest answers, or drawn by noise `keys`: [prompts, terms], NaN for None. Collective."""
         longest = max(len(prompt["prompt_ids"]) for prompt in prompts)
 
         def reward(numbers: list[int]) -> torch.Tensor:

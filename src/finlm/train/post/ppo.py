@@ -125,10 +125,8 @@ class ValueTrainer(GroupTrainer):
 
 
 def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the rewards [answers] at the last token of each answer, 0 elsewhere: [answers, tokens].
-
-    `mask` has 1 at the tokens of an answer; without any, the reward stands at the first token.
-    """
+    """Return the rewards [answers] at the last token of each answer, 0 elsewhere: [answers, tokens], as `mask`."""
+    # The reward of an empty answer stands at the first token.
     last = mask.sum(dim=1, keepdim=True).long() - 1
     return torch.zeros(mask.shape, device=mask.device).scatter(1, last.clamp(min=0), rewards[:, None])
 

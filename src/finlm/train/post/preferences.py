@@ -185,10 +185,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _logps(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed log-probability of each answer's tokens: fp32 [pairs, (chosen, rejected)], with gradients.
-
-        `batch` is of collate_pairs(); `model` must have the head of start.swap_head.
-        """
+        """Return each answer's summed log-probability, fp32 [pairs, (chosen, rejected)], by the head of swap_head."""
         ids, mask = batch["input_ids"], batch["completion_mask"]
         labels = ids.masked_fill(mask == 0, -100)
         asked = {"input_ids": ids, "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -270,10 +267,7 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
 
 
 def make_reward_model(model: Any, pad_id: int) -> Any:
-    """Return a reward model: the body of the causal `model` itself, not a copy, and a new head with a single output.
-
-    Draws the head from torch's generator. `pad_id` becomes the config's padding id.
-    """
+    """Return a reward model: the body of the causal `model`, not a copy, and a drawn head; sets the padding id."""
     config = model.config.__class__(**model.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
     # On no device, because the body is replaced at once.
     with torch.device("meta"):

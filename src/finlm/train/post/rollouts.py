@@ -250,10 +250,7 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
-    """Return a function that trl calls for each term of grpo.reward: a model, a user's function, or a rule.
-
-    Raises UserError if a model cannot be loaded or cannot judge, or a file is not as it was.
-    """
+    """Return trl's function for each term of grpo.reward. UserError for a model or file that cannot be used."""
     grpo = r.recipe.grpo
     assert grpo is not None
     made: list[Rewards] = []

@@ -53,10 +53,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         self.checksum = batches.checksum
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
-        """Prepare the engine, resume from the newest checkpoint, let linear layers sum gradients; return trl's result.
-
-        Raises UserError when no whole checkpoint is left of those that the run had.
-        """
+        """Prepare and resume as Recorded, with its UserError; then let linear layers sum gradients over micro-steps."""
         prepared = super()._prepare_for_training(*given, **named)
         # DeepSpeed is told in the backward pass which micro-step is the last; accelerate knows before.
         layers = causal_lm.base_model(self.model).model.layers

@@ -47,10 +47,7 @@ def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -
 
 
 def trl_arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
-    """Return trl's arguments, an instance of the class `kind` (SFTConfig, DPOConfig, ...), set by plan and recipe.
-
-    `more` overrides these values. Raises TypeError for an argument that `kind` does not have.
-    """
+    """Return trl's arguments of the class `kind`, by plan and recipe; `more` overrides. TypeError for unknown ones."""
     plan, optim = r.plan, r.recipe.optim
     common = {
         "output_dir": str(r.run.path / "trainer"),  # nothing is written there
