@@ -12,8 +12,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,66 +49,6 @@ def in_torch(function: Any) -> Any:
 def mixers(decoder: Any) -> Iterator[Any]:
     """Yield the linear-attention module, known by its A_log, of each layer that has one."""
     yield from (module for layer in decoder.layers for module in layer.children() if hasattr(module, "A_log"))
-
-
-class RowStates:
-    """Mixin for a layer's cache, with a row for each answer: what transformers' class asks of a layer's state."""
-
-    def __init__(self, rows: int) -> None:
-        """Make the states of so many rows; write_state() makes their tensors."""
-        self.count, self.states = rows, dict[str, torch.Tensor]()
-
-    def write_state(self, name: str, new: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy `new` [prompts, ...], "convolution" or "rule", to `rows`; `sources` has the prompt of each row."""
-        if name not in self.states:
-            self.states[name] = new.new_zeros(self.count, *new.shape[1:])
-        self.states[name][rows] = new[sources]
-
-    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return what the convolution reads next to a token, [rows, channels, taps]; the class shifts it in place."""
-        return self.states["convolution"]
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the rule's state, [rows, value heads, key size, value size]."""
-        return self.states["rule"]
-
-    def update_recurrent_state(self, new: torch.Tensor, *_: Any) -> None:
-        """Replace the rule's state in place."""
-        self.states["rule"].copy_(new)
-
-    def is_recording_past(self, *_: Any) -> bool:
-        """Return False: no token is taken back."""
-        return False
-
-
-@dataclass
-class PromptStates:
-    """Mixin for the cache while prompts of equal length are computed; copies their states to the caches of rows."""
-
-    layers: Sequence[Any]  # a RowStates each
-    rows: torch.Tensor
-    sources: torch.Tensor
-    is_empty: bool  # the prompts have no token, and what is computed is padding
-
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        """Return None: a prompt has nothing before it."""
-
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
-        """Copy the last conv_kernel_size inputs of a layer, [prompts, channels, tokens], to the rows; return all."""
-        last = functional.pad(new, (conv_kernel_size, 0))[..., -conv_kernel_size:]
-        self._write(layer, "convolution", last)
-        return new
-
-    def update_recurrent_state(self, new: torch.Tensor, layer: int) -> None:
-        """Copy the states `new` [prompts, ...] after the prompts of layer `layer` to the rows."""
-        self._write(layer, "rule", new)
-
-    def _write(self, layer: int, name: str, new: torch.Tensor) -> None:
-        """Write `new`, or zeros for empty prompts, as state `name` of layer `layer` to the rows."""
-        new = torch.zeros_like(new) if self.is_empty else new
-        self.layers[layer].write_state(name, new, self.rows, self.sources)
 
 
 class ConvolvesWithin(torch.nn.Module):

@@ -87,42 +87,83 @@ def generate(
         batch.close()
 
 
-class _LayerCache(delta_net.RowStates):
-    """A layer's keys and values, or what it makes them from: [rows, heads, room, head size], made at the first use."""
+class _LayerCache:
+    """What a layer keeps of each row: keys and values, or what it makes them from; or states of linear attention."""
 
     def __init__(self, batch: _Batch) -> None:
         """Begin without tensors; the rows, lengths and room are read from `batch` at each use."""
-        super().__init__(len(batch.rows))
-        self.batch = batch
-        self.both: list[torch.Tensor] = []
+        self.batch, self.states = batch, dict[str, torch.Tensor]()
 
-    def update(self, *both: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a token's keys and values of each row, [rows, heads, 1, head size]; return the caches of all tokens."""
-        rows, lengths = self.batch.rows, self.batch.lengths
-        for cache, new in zip(self._get_caches(both[:2]), both, strict=False):
-            cache[rows, :, lengths] = new[:, :, 0]
-        return self.both[0], self.both[1]
+        both = self._get("key", key), self._get("value", value)
+        for cache, new in zip(both, (key, value), strict=True):
+            cache[self.batch.rows, :, self.batch.lengths] = new[:, :, 0]
+        return both
 
-    def write_prompts(self, both: Sequence[torch.Tensor], rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy keys and values [prompts, heads, tokens, head size] to `rows`; `sources` is the prompt of each row."""
-        for cache, new in zip(self._get_caches(both), both, strict=True):
-            cache[rows, :, : new.shape[2]] = new[sources]
+    def write(self, name: str, new: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Copy `new` of prompts, [prompts, ...], to `rows`; `sources` has the prompt of each row."""
+        self._get(name, new)[rows, :, : new.shape[2]] = new[sources]
 
-    def _get_caches(self, both: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the caches of keys and of values. The first call makes them, with the heads and dtype of `both`."""
-        if not self.both:
-            rows, room = len(self.batch.rows), self.batch.limits.room
-            self.both = [new.new_zeros(rows, new.shape[1], room, new.shape[3]) for new in both]
-        return self.both
+    def _get(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor `name`, [rows, ...]; the first call makes it, with the sizes and dtype of `like`."""
+        if name not in self.states:
+            sizes = list(like.shape[1:])
+            if name in ("key", "value"):  # [heads, tokens, head size]
+                sizes[1] = self.batch.limits.room
+            self.states[name] = like.new_zeros(len(self.batch.rows), *sizes)
+        return self.states[name]
+
+    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return what the convolution reads next to a token, [rows, channels, taps]; the layer shifts it in place."""
+        return self.states["convolution"]
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the state of linear attention, [rows, value heads, key size, value size]."""
+        return self.states["rule"]
+
+    def update_recurrent_state(self, new: torch.Tensor, *_: Any) -> None:
+        """Replace the state of linear attention in place."""
+        self.states["rule"].copy_(new)
+
+    def is_recording_past(self, *_: Any) -> bool:
+        """Return False: no token is taken back."""
+        return False
 
 
-class _PromptCache(delta_net.PromptStates):
-    """The cache that transformers' layers get while prompts are computed: copies keys and values to the rows."""
+@dataclass
+class _PromptCache:
+    """The cache that transformers' layers get while prompts are computed: copies what they keep to the rows."""
+
+    layers: Sequence[_LayerCache]
+    rows: torch.Tensor
+    sources: torch.Tensor  # the prompt of each row
+    is_empty: bool  # the prompts have no token, and what is computed is padding
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy keys and values, [prompts, heads, tokens, head size], to the rows of `layer`; return both as given."""
-        self.layers[layer].write_prompts((key, value), self.rows, self.sources)
+        for name, new in (("key", key), ("value", value)):
+            self.layers[layer].write(name, new, self.rows, self.sources)
         return key, value
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Return None: a prompt has nothing before it."""
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
+        """Copy the last inputs `new` [prompts, channels, tokens] of a layer's convolution to the rows; return `new`."""
+        self._write(layer, "convolution", functional.pad(new, (conv_kernel_size, 0))[..., -conv_kernel_size:])
+        return new
+
+    def update_recurrent_state(self, new: torch.Tensor, layer: int) -> None:
+        """Copy the states `new` [prompts, ...] after the prompts to the rows."""
+        self._write(layer, "rule", new)
+
+    def _write(self, layer: int, name: str, new: torch.Tensor) -> None:
+        """Write `new`, or zeros for empty prompts, as state `name` of a layer to the rows."""
+        new = torch.zeros_like(new) if self.is_empty else new
+        self.layers[layer].write(name, new, self.rows, self.sources)
 
 
 class _Batch:
@@ -178,21 +219,16 @@ class _Batch:
                 for _ in range(CHECKED if self.is_static else 1):
                     self._step()
                 live = self.is_live.tolist()
-                ended = [row for row in holders if not live[row]]
-                answers |= {holders.pop(row): answer for row, answer in self._read(ended)}
+                if ended := [row for row in holders if not live[row]]:
+                    columns = (each[ended].tolist() for each in (self.tokens, self.answers, self.log_probs))
+                    for row, count, ids, log_probs in zip(ended, *columns, strict=True):
+                        answers[holders.pop(row)] = Answer(ids[:count], log_probs[:count])
         return [answers[place] for place in range(len(self.prompts))]
 
     def close(self) -> None:
         """Free the graph and the caches now: Python would collect their reference cycles much later."""
         self.graph = None
         self.caches.clear()
-
-    def _read(self, rows: list[int]) -> Iterator[tuple[int, Answer]]:
-        """Yield (row, answer) of these rows, whose answers have ended."""
-        if rows:
-            counts, ids, log_probs = (each[rows].tolist() for each in (self.tokens, self.answers, self.log_probs))
-            for place, row in enumerate(rows):
-                yield row, Answer(ids[place][: counts[place]], log_probs[place][: counts[place]])
 
     def _admit(self, new: Mapping[int, int]) -> None:
         """Give rows to new prompts, {row: index of prompt}: compute each distinct one, set what the next step reads."""
