@@ -36,7 +36,7 @@ VERSION = 3
 INDEX = np.dtype([("end", "<u8"), ("characters", "<u4"), ("hash", "<u8", (2,))])
 SIDES = np.dtype([*INDEX.descr, ("group", "<u8"), ("day", "<u4")])  # a hash of held_out_by's value; YYYYMMDD
 
-_SAMPLES = 20  # rows of each source and reason kept in dropped.jsonl
+_SAMPLES = 20  # rows of each source and reason kept in dropped.jsonl, and values of a field in the manifest
 _VALUES = 10_000  # different values of a counted field, above which it is no category but an identity
 _EXCERPT = 200
 _NO_FILE = Path()
@@ -63,7 +63,6 @@ class Task:
         return tuple(self.chunk.with_suffix(suffix) for suffix in (".txt", ".npy", ".json")) if self.blocks else ()
 
     def __str__(self) -> str:
-        """Return FILE:LINE of the first row of the chunk."""
         return f"{self.first[0]}:{self.first[1]}"
 
 
@@ -231,7 +230,7 @@ class _Store:
 
     def chunk(self, digest: str, item: Input) -> Path:
         """Return the cache path, without suffix, of the chunk for rows of this digest, read as `item` says."""
-        return self.cache.chunk("documents", files.sha256_json([VERSION, self.rules_key, _settings(item), digest]))
+        return self.cache.chunk("documents", files.sha256_json([VERSION, self.rules_key, item.settings(), digest]))
 
 
 class _Span(NamedTuple):
@@ -253,19 +252,13 @@ def _spans(inputs: Sequence[Input], store: _Store) -> Iterator[_Span]:
             if size < readers.BLOCK_BYTES and last < len(sizes):
                 continue
             part = item.part(first, last)
-            key = files.sha256_json([VERSION, readers.BLOCK_BYTES, _settings(item), part.sha256])
+            key = files.sha256_json([VERSION, readers.BLOCK_BYTES, item.settings(), part.sha256])
             record = store.cache.chunk("files", key).with_suffix(".json")
             listed = files.read_json(record) if part.sha256 and record.is_file() else []
             if not all(Parsed.load(store.chunk(digest, item)) for digest, _ in listed):
                 listed = []
             yield _Span(number, part, size, record, listed)
             first, size = last, 0
-
-
-def _settings(item: Input) -> list[Any]:
-    """Return the settings of an input that decide how its rows are read, for cache keys."""
-    how = [item.format, item.text_field, dict(item.meta), item.encoding, item.null_text]
-    return [*how, dict(item.sides)] if item.sides else how
 
 
 def _tasks(span: _Span, store: _Store, advance: screen.Advance, places: deque[Where]) -> Iterator[Task]:
@@ -287,7 +280,7 @@ def _tasks(span: _Span, store: _Store, advance: screen.Advance, places: deque[Wh
         return
     listed = []
     for blocks in _bundles(readers.blocks(span.item, advance)):
-        digest, where = _digest(blocks), tuple(part for block in blocks for part in _parts(block))
+        digest, where = _digest(blocks), tuple((path, line) for block in blocks for path, line, _ in _parts(block))
         chunk = store.chunk(digest, how)
         kept = Parsed.load(chunk)
         places.append(where)
@@ -302,7 +295,7 @@ def _bundles(blocks: Iterator[Block]) -> Iterator[tuple[Block, ...]]:
     """Yield the blocks in groups of at most BLOCK_BYTES bytes; a larger block is a group by itself."""
     waiting, size = list[Block](), 0
     for block in blocks:
-        length = sum(len(data) for _, data in block.data) if isinstance(block.data, tuple) else len(block.data)
+        length = sum(len(data) for *_, data in _parts(block))
         if waiting and size + length > readers.BLOCK_BYTES:
             yield tuple(waiting)
             waiting, size = [], 0
@@ -312,16 +305,18 @@ def _bundles(blocks: Iterator[Block]) -> Iterator[tuple[Block, ...]]:
         yield tuple(waiting)
 
 
-def _parts(block: Block) -> list[tuple[File, int]]:
-    """Return (file, first line) of each part of a block; a block of text files has a part per file."""
-    return [(path, 1) for path, _ in block.data] if isinstance(block.data, tuple) else [(block.path, block.first)]
+def _parts(block: Block) -> list[tuple[File, int, bytes]]:
+    """Return (file, first line, content) of each part of a block; a block of text files has a part per file."""
+    if isinstance(block.data, tuple):
+        return [(path, 1, data) for path, data in block.data]
+    return [(block.path, block.first, block.data)]
 
 
 def _digest(blocks: Sequence[Block]) -> str:
     """Return the hex SHA-256 of the blocks' contents, kinds and cut reasons, without file names and line numbers."""
     digest = hashlib.sha256()  # twice as fast as blake2b where the processor knows it
     for block in blocks:
-        for data in [data for _, data in block.data] if isinstance(block.data, tuple) else [block.data]:
+        for *_, data in _parts(block):
             digest.update(f"{block.kind} {block.cut} {len(data)}\n".encode())
             digest.update(data)
     return digest.hexdigest()
@@ -331,7 +326,6 @@ class _Tally:
     """The running counts of one input while its chunks come back in order."""
 
     def __init__(self, item: Input) -> None:
-        """Start with counts of 0 for the input `item`."""
         self.item = item
         self.counts = {"rows": 0, "broken": 0, "cut": 0, "documents": 0, "bytes": 0}
         self.dropped: Counter[str] = Counter()
@@ -342,7 +336,7 @@ class _Tally:
         """Add a chunk's counts, then yield the dropped.jsonl lines of its samples, at most 20 per reason and input."""
         counts = (parsed.rows, len(parsed.broken), parsed.cut, parsed.documents, parsed.text_bytes)
         for name, count in zip(self.counts, counts, strict=True):
-            self.counts[name] += int(count)
+            self.counts[name] += count
         self.dropped.update(parsed.dropped)
         for name, values in parsed.values.items():
             if len(self.values[name]) <= _VALUES:
@@ -366,7 +360,7 @@ class _Tally:
             **self.counts,
             dropped=dict(sorted(self.dropped.items())),
             values={
-                name: sorted(values.items(), key=lambda entry: (-entry[1], entry[0]))[:20]
+                name: sorted(values.items(), key=lambda entry: (-entry[1], entry[0]))[:_SAMPLES]
                 for name, values in self.values.items()
                 if len(values) <= _VALUES
             },
@@ -445,5 +439,5 @@ def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def read_texts(path: Path, wanted: npt.NDArray[np.bool_]) -> Iterator[str]:
-    """Yield the texts of documents in the chunk's .txt `path`: those where `wanted`, bool [documents], is True."""
+    """Yield the texts of the documents that read_bytes() returns."""
     return (text.decode("utf-8") for text in read_bytes(path, wanted))

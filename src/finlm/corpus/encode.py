@@ -3,10 +3,7 @@
 train/<source>-00000.bin and held_out/<source>-00000.bin are flat little-endian uint16 or uint32 streams, each document
 [<s>] ids </s>, cut between documents at data.shard_tokens; the .idx beside each holds where its documents start, and
 the end, as uint64. The bytes depend on the documents and the tokenizer only, not on the number of workers, the chunks
-or the encoder. Memory is a chunk or two per worker. Each worker compares a sample of its chunk between the two encoders
-(tokens/encoders.py).
-
-It does not pack documents into rows (rows/packing.py).
+or the encoder. Memory is a chunk or two per worker. Rows are made of documents later (rows/packing.py).
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ from finlm.tokens import encoders, pretrained, tokenizer_json
 
 VERSION = 1
 SPLITS: dict[Split, int] = {"train": selection.TRAIN, "held_out": selection.HELD_OUT}
-
-
 _COMPARED = 2**18  # bytes of a document that are compared
 _SAMPLED = 256  # one document of so many is encoded by both encoders, and the first of every chunk
 
@@ -92,7 +87,7 @@ def encode_chunk(task: Task) -> Arrays:
         texts = documents.read_bytes(task.chunk, task.decisions == code)
         if not texts:
             continue
-        ids, lengths = _cuts(task.tokenizer).encode(encoder, texts)
+        ids, lengths = _load_cutter(task.tokenizer).encode(encoder, texts)
         if task.encoder == "gigatoken":
             _check_sample(task, texts, ids, lengths)
         encoded = _join(ids, lengths, texts, task)
@@ -109,10 +104,7 @@ def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
     return encoders.Gigatoken(tokenizer) if name == "gigatoken" else encoders.reference(tokenizer)
 
 
-@cache
-def _cuts(tokenizer: Path) -> encoders.Cuts:
-    """Return the object that cuts long texts for this tokenizer; cached. Raises UserError if it cannot be read."""
-    return encoders.load_cutter(tokenizer)
+_load_cutter = cache(encoders.load_cutter)
 
 
 def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
@@ -120,11 +112,10 @@ def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], len
 
     It finds what the tests before the step (encoders.find_disagreement) do not hold, a script or a state of gigatoken's
     caches, but hardly a fault of single documents: one in 1,000 shows within 3 M documents (but for once in 100,000).
-
-    `ids` holds all texts end to end, `lengths` [texts] the number of ids of each. For a document over 256 KiB both
-    encoders encode its start anew, and its part of `ids` is not compared.
+    `ids` holds all texts end to end, `lengths` [texts] the number of ids of each.
     """
     reference, encoder = _load_encoder(task.tokenizer, ""), _load_encoder(task.tokenizer, task.encoder)
+    # Of a long document both encode the start anew: the library takes 2.4 MB/s.
     long = [text[:_COMPARED] for text in texts[::_SAMPLED] if len(text) > _COMPARED]
     long = [text.decode("utf-8", errors="ignore").encode() for text in long]
     different = encoders.difference(encoder, reference, long) if long else ""
@@ -183,14 +174,10 @@ def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_
 
 
 class _Stream:
-    """The shards of one source and split, written as documents come."""
+    """The shards of one source and split, of at most `shard_tokens` tokens, written as documents come."""
 
     def __init__(self, directory: Path, split: Split, source: str, shard_tokens: int) -> None:
-        """Keep where to write, and the most tokens of a shard; open no file yet."""
-        self.directory = directory
-        self.split = split
-        self.source = source
-        self.shard_tokens = shard_tokens
+        self.directory, self.split, self.source, self.shard_tokens = directory, split, source, shard_tokens
         self.entries: list[ShardEntry] = []
         self._shard: _Shard | None = None
 
@@ -231,10 +218,9 @@ class _Stream:
 
 
 class _Shard:
-    """One .bin and .idx being written."""
+    """One <split>/<source>-<number>.bin, created empty and written, and its .idx."""
 
     def __init__(self, directory: Path, split: Split, source: str, number: int) -> None:
-        """Create the .bin file, empty. Its name is <split>/<source>-<number>.bin."""
         self.split, self.source = split, source
         self.name = f"{split}/{source}-{number:05d}.bin"
         self.path = directory / self.name
@@ -356,14 +342,11 @@ def _choose_special_ids(context: Context, tokenizer: Step, model: Path) -> tuple
 
 
 def _estimate_space(read: Documents, chosen: Selection, tokenizer: Step, model: Path, dtype: str) -> int:
-    """Return the bytes of disk for the shards and their chunks.
-
-    Encodes sample documents now if the tokenizer's manifest has no measured compression.
-    """
+    """Return the bytes of disk for shards and chunks; encodes samples if the manifest has no measured compression."""
     measured = [(row.bytes, list(row.tokens.values())[-1]) for row in vocabulary.compressions(tokenizer).values()]
     if not measured:
         texts = [text.encode() for _, text in vocabulary.sample_texts(read, chosen.decisions())]
-        tokens = int(_cuts(model).encode(_load_encoder(model, ""), texts)[1].sum()) if texts else 0
+        tokens = int(_load_cutter(model).encode(_load_encoder(model, ""), texts)[1].sum()) if texts else 0
         measured = [(sum(map(len, texts)), tokens)]
     return 2 * needed_bytes(measured, chosen.total, dtype)  # its chunks are kept as well
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -147,23 +148,6 @@ class Compression:
     characters: int = 0
 
 
-def measure_compression(tokenizers: Mapping[str, Path], texts: Iterable[tuple[str, str]]) -> dict[str, Compression]:
-    """Encode every (source, text) with each tokenizer, given as {name: file}, and return the sums by source.
-
-    Raises UserError if a tokenizer cannot be read.
-    """
-    encode = {name: encoders.reference(path) for name, path in tokenizers.items()}
-    sums: dict[str, Compression] = {}
-    for source, text in texts:
-        row = sums.setdefault(source, Compression(dict.fromkeys(encode, 0)))
-        row.documents += 1
-        row.bytes += len(text.encode())
-        row.characters += len(text)
-        for name, encoder in encode.items():
-            row.tokens[name] += len(encoder([text.encode()])[0])
-    return sums
-
-
 def compressions(tokenizer: Step) -> dict[str, Compression]:
     """Return {source: Compression} from the tokenizer's manifest; empty for a tokenizer that was only copied."""
     return {source: Compression(**row) for source, row in tokenizer.manifest.get("compression", {}).items()}
@@ -190,9 +174,10 @@ def check_file(context: Context, file: Path | None) -> None:
     document_end.
     """
     if context.cache.build and file is not None:
+        kind = tokenizer_json if encoders.is_json(file) else vocab
         if context.recipe.tokenizer.extend_to is not None:
-            (tokenizer_json if encoders.is_json(file) else vocab).load_base(file)
-        size = (tokenizer_json if encoders.is_json(file) else vocab).describe(file)["vocab_size"]
+            kind.load_base(file)
+        size = kind.describe(file)["vocab_size"]
         rows = context.recipe.model.vocab_size
         if rows != "auto" and size > rows:
             raise UserError(
@@ -291,33 +276,24 @@ def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path
     settings, is_json = context.recipe.tokenizer, encoders.is_json(path)
     assert settings.extend_to is not None
     size, how = settings.extend_to, (settings.extend_longest, settings.character_coverage)
-    base = tokenizer_json.load_base(path) if is_json else vocab.load_base(path)
+    kind = tokenizer_json if is_json else vocab
+    base = kind.load_base(path)
 
     def make(directory: Path) -> dict[str, object]:
         """Write the extended tokenizer into directory; return the manifest."""
-        lines, texts = (
-            _sampled_lines(context, read, chosen),
-            (text for _, text in sample_texts(read, chosen.decisions())),
-        )
-        if isinstance(base, tokenizer_json.Base):
-            manifest = tokenizer_json.extend(base, lines, directory, size, *how)
-        else:
-            manifest = vocab.extend(base, lines, directory, size, *how)
+        manifest = kind.extend(base, _sampled_lines(context, read, chosen), directory, size, *how)
         made = tokenizer_file(directory)
-        if is_json:
-            checked = tokenizer_json.check_unchanged(path, made, texts)
-        else:
-            checked = vocab.check_unchanged(vocab.load(path), vocab.load(made), texts)
+        checked = kind.check_unchanged(path, made, (text for _, text in sample_texts(read, chosen.decisions())))
         measured = _compression_entry({"before": path, "after": made}, read, chosen)
         return {**manifest, "texts_encoded_as_before": checked, **measured}
 
     depends_on = _depends_on(context, chosen) | {
-        "base": (tokenizer_json if is_json else vocab).fingerprint(path),
+        "base": kind.fingerprint(path),
         "extend_to": size,
         "extend_longest": settings.extend_longest,
     }
     if is_json:
-        depends_on |= {"json": tokenizer_json.VERSION, "tokenizers": tokenizer_json.library_version()}
+        depends_on |= {"json": tokenizer_json.VERSION, "tokenizers": metadata.version("tokenizers")}
     return context.cache.step("tokenizer", depends_on, make, 128 * size)
 
 
@@ -353,9 +329,17 @@ def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iter
 
 
 def _compression_entry(tokenizers: Mapping[str, Path], read: Documents, chosen: Selection) -> dict[str, object]:
-    """Return {"compression": {source: fields of Compression}}: these tokenizers, {name: file}, on sample_texts().
+    """Encode sample_texts() with each tokenizer, {name: file}; return {"compression": {source: fields of Compression}}.
 
-    Raises UserError if one cannot be read.
+    Raises UserError if a tokenizer cannot be read.
     """
-    measured = measure_compression(tokenizers, sample_texts(read, chosen.decisions()))
-    return {"compression": {source: asdict(row) for source, row in measured.items()}}
+    encode = {name: encoders.reference(path) for name, path in tokenizers.items()}
+    sums: dict[str, Compression] = {}
+    for source, text in sample_texts(read, chosen.decisions()):
+        row = sums.setdefault(source, Compression(dict.fromkeys(encode, 0)))
+        row.documents += 1
+        row.bytes += len(text.encode())
+        row.characters += len(text)
+        for name, encoder in encode.items():
+            row.tokens[name] += len(encoder([text.encode()])[0])
+    return {"compression": {source: asdict(row) for source, row in sums.items()}}

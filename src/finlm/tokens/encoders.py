@@ -54,15 +54,12 @@ class Encode(Protocol):
 class Cuts:
     """Cuts long documents where that changes no id, because both encoders take 40 bytes of memory a character.
 
-    A cut is at a character that no piece of the tokenizer holds together with another, so no merge crosses it. The rest
-    is encoded with that character before it, whose ids are then left out, so that a leading space is added only once.
+    A cut is at a character that no piece of the tokenizer.model holds together with another, so no merge crosses it.
+    The rest is encoded with that character before it, whose ids are then left out, so that a leading space is added
+    only once. There may be no such character. Raises UserError if the file cannot be read.
     """
 
     def __init__(self, model: Path) -> None:
-        """Find the characters at which texts can be cut for the tokenizer.model `model`; there may be none.
-
-        Raises UserError if the file cannot be read.
-        """
         processor = vocab.load(model)
         pieces = [processor.id_to_piece(number) for number in range(processor.vocab_size())]
         self._marks = {
@@ -107,11 +104,11 @@ class Cuts:
 class LineCuts(Cuts):
     """Cuts long documents for a tokenizer.json: behind a line's end, where no id beside it changes.
 
-    Encodes 256 bytes on both sides of a cut, joined and apart, to see whether an id changes.
+    Encodes 256 bytes on both sides of a cut, joined and apart, to see whether one does. Raises UserError if the file
+    cannot be read.
     """
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.json `model`, by which cuts are compared. Raises UserError if it cannot be read."""
         self._reference = Tokenizers(model)
 
     def _parts(self, text: bytes) -> Iterator[tuple[bytes, int, bool]]:
@@ -123,10 +120,7 @@ class LineCuts(Cuts):
         yield text[start:], 0, first
 
     def _line_end(self, text: bytes, start: int) -> int:
-        """Return the last offset in `text` behind a line's end where a cut changes no id, within 1 MiB of `start`.
-
-        Returns 0 if there is none.
-        """
+        """Return the last offset behind a line's end where a cut changes no id, within 1 MiB of `start`; 0 for none."""
         at = text.rfind(b"\n", start, start + _LONG)
         while at > start:
             left = text[max(start, at + 1 - _BESIDE) : at + 1].decode(errors="ignore")
@@ -141,32 +135,30 @@ class LineCuts(Cuts):
 
 
 class Sentencepiece:
-    """The encoder that defines the ids of a tokenizer.model."""
+    """The encoder that defines the ids of a tokenizer.model. Raises UserError if the file cannot be read."""
 
     name = "sentencepiece"
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.model file `model`. Raises UserError if it cannot be read."""
         self._processor = vocab.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, int32; the number of ids of each text)."""
+        """Return int32 ids; see Encode."""
         encoded = vocab.encode(self._processor, [text.decode("utf-8") for text in texts])
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         return np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int32), lengths
 
 
 class Tokenizers:
-    """The encoder that defines the ids of a tokenizer.json."""
+    """The encoder that defines the ids of a tokenizer.json. Raises UserError if the file cannot be read."""
 
     name = "tokenizers"
 
     def __init__(self, model: Path) -> None:
-        """Load the tokenizer.json file `model`. Raises UserError if it cannot be read."""
         self._tokenizer = tokenizer_json.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, uint32; the number of ids of each text)."""
+        """Return uint32 ids; see Encode."""
         # One text a call: a batch would start a thread a core in every worker, and hold all of its records.
         encoded = [
             np.array(self._tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)[0].ids, dtype="<u4")
@@ -182,10 +174,7 @@ def is_json(model: Path) -> bool:
 
 
 def reference(model: Path) -> Sentencepiece | Tokenizers:
-    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json.
-
-    Raises UserError if the file cannot be read.
-    """
+    """Return the encoder that defines a tokenizer's ids. Raises UserError if the file cannot be read."""
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
 
@@ -232,24 +221,20 @@ def _identify(model: Path) -> list[str]:
 
 
 class Gigatoken:
-    """gigatoken's encoder, the fastest."""
+    """gigatoken's encoder, by gigatoken.json beside the tokenizer if that is up to date.
+
+    Raises ValueError or RuntimeError for a tokenizer that gigatoken cannot take, ImportError if the package is missing,
+    and UserError for an unreadable file.
+    """
 
     name = "gigatoken"
 
     def __init__(self, model: Path) -> None:
-        """Load a tokenizer.model or tokenizer.json into gigatoken, by gigatoken.json beside it if that is up to date.
-
-        Raises ValueError or RuntimeError for a tokenizer that gigatoken cannot take, ImportError if the package is
-        missing, and UserError for an unreadable file.
-        """
         self._settings = _settings(model)
         self._build()
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, the number of ids of each text).
-
-        Builds the tokenizer anew if the process has grown by over 192 MiB, as its caches have no limit.
-        """
+        """Return what Encode does; build the tokenizer anew if the process has grown by over 192 MiB."""
         import awkward
 
         encoded = self._tokenizer.encode_batch(list(texts), parallel=False)
@@ -296,10 +281,7 @@ def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
 
 
 def _piece_traps(model: Path) -> Iterator[str]:
-    """Yield test texts made of the tokenizer's pieces, user-defined and control ones inside text too.
-
-    Raises UserError if the tokenizer's file cannot be read.
-    """
+    """Yield test texts made of the tokenizer's pieces, user-defined and control ones inside text too."""
     if is_json(model):
         loaded = tokenizer_json.load(model)
         added = tokenizer_json.added_tokens(model)
@@ -328,10 +310,7 @@ def _settings(model: Path) -> str:
 
 @lru_cache(1)  # a second, for the test of the tokenizer and for the shards
 def _convert(model: Path, content: bytes) -> str:
-    """Return gigatoken's settings, as JSON, for the tokenizer's file `model`, whose bytes are `content`.
-
-    The last result is cached. Raises ValueError for a tokenizer.model with unused pieces.
-    """
+    """Return gigatoken's settings as JSON for the file `model` with these bytes; ValueError for unused pieces."""
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)
     from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json

@@ -87,10 +87,7 @@ def fingerprint(directory: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _open_cached(directory: Path, name: str) -> Tokenizer:
-    """Return the tokenizer in file `name` of the directory; the last four are cached, so callers must not change it.
-
-    Raises UserError when a file cannot be read or the tokenizer names no end of text.
-    """
+    """Return the tokenizer in file `name` of the directory, as open_tokenizer() does."""
     about = _About.read(directory)
     return _Json(directory / name, about) if name == "tokenizer.json" else _Pieces(directory / name, about)
 
@@ -124,12 +121,14 @@ class _About:
 
 
 class _Json:
-    """The tokenizer of a tokenizer.json, read by `tokenizers`."""
+    """The tokenizer of a tokenizer.json, read by `tokenizers`.
+
+    Raises UserError when the file cannot be read, or lacks about.eos_token (by default </s>).
+    """
 
     library = "tokenizers"
 
     def __init__(self, path: Path, about: _About) -> None:
-        """Open the file. Raises UserError when it cannot be read, or lacks about.eos_token (by default </s>)."""
         from tokenizers import Tokenizer as Fast
 
         try:
@@ -157,22 +156,18 @@ class _Json:
         return None if text is None or number is None else (text, number)
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids, index of the character at which each begins); control tokens in the text become their ids."""
+        """See Tokenizer.encode."""
         encoding = self._fast.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without control tokens, as in pretraining.
-
-        If the tokenizer itself puts a space before a text (" a" and "a" have the same ids), a text that begins with a
-        space gets another, as sentencepiece would add.
-        """
+        """See Tokenizer.text_ids; with the leading space that sentencepiece would add."""
         if text.startswith((" ", _SPACE)) and self.encode(" a")[0] == self.encode("a")[0]:
             text = _SPACE + text  # Metaspace takes the text's space for the leading one, sentencepiece adds its own
         return self.encode(text)[0]
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its text; None if there is none."""
+        """See Tokenizer.id_of."""
         number: int | None = self._fast.token_to_id(token)
         return number
 
@@ -188,15 +183,14 @@ def _unreadable_error(path: Path, error: Exception) -> UserError:
 
 
 class _Pieces:
-    """The tokenizer of a tokenizer.model, read by sentencepiece."""
+    """The tokenizer of a tokenizer.model, read by sentencepiece; of `about` only chat_template is used.
+
+    Raises UserError when the file cannot be read or no piece is the end of text.
+    """
 
     library = "sentencepiece"
 
     def __init__(self, path: Path, about: _About) -> None:
-        """Open the file; of `about` only chat_template is used.
-
-        Raises UserError when it cannot be read or no piece is the end of text.
-        """
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
 
@@ -220,10 +214,7 @@ class _Pieces:
         self._cut = re.compile("(" + "|".join(map(re.escape, self.control)) + ")")
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids, index of the character at which each begins); bos and eos in the text become their ids.
-
-        Only a text that begins with neither a space nor a control token gets sentencepiece's leading space.
-        """
+        """See Tokenizer.encode; a text that begins with a space or a control token gets no leading space."""
         ids, starts, at = [], [], 0
         for part in self._cut.split(text):
             if part in self.control:
@@ -242,7 +233,7 @@ class _Pieces:
         return list(self._first.encode(text))
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a piece by its text; None if there is none."""
+        """See Tokenizer.id_of."""
         number = int(self._first.piece_to_id(token))
         return number if self._first.id_to_piece(number) == token else None
 
@@ -252,18 +243,11 @@ class _Pieces:
         names = {number: name for name, number in filter(None, (self.bos, self.eos))}
         for number in ids:
             if number in names:
-                text += self._decode_run(run, text) + names[number]
+                text += (self._later if text else self._first).decode(run) + names[number]
                 run = []
             else:
                 run.append(number)
-        return text + self._decode_run(run, text)
-
-    def _decode_run(self, run: list[int], before: str) -> str:
-        """Return the text of `run`, ids without control tokens; `before` is the text decoded so far.
-
-        sentencepiece's leading space is taken off if `before` is "".
-        """
-        return str((self._later if before else self._first).decode(run))
+        return text + str((self._later if text else self._first).decode(run))  # _first drops the leading space
 
 
 def snapshot(identity: str, revision: str | None) -> Path:

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 VERSION = 1
-BEFORE = "extension.json"  # beside an extended tokenizer.json: what was there before
+NAME = "tokenizer.json"
+BEFORE = "extension.json"  # beside an extended tokenizer.json: {old_ids, old_merges}, how many the base has
 _FIRST = 0x10000  # code point of the letter that stands for token 0 while merges are learnt
 
 
@@ -96,7 +96,7 @@ def load_base(path: Path) -> Base:
 def extend(
     base: Base, lines: Iterable[str], directory: Path, size: int, longest: int, character_coverage: float
 ) -> Described:
-    """Write directory/tokenizer with base's files and `size` ids, old ones included; return its description.
+    """Write directory/tokenizer with base's files, `size` ids and extension.json; return its description.
 
     New pieces have at most `longest` characters. The new characters cover the share character_coverage of the Chinese
     in `lines`; with longest=1 all Chinese characters are tried. Raises UserError for a size that adds nothing or equals
@@ -127,9 +127,13 @@ def extend(
     if len(added.pieces) != wanted:
         count = len(added.pieces)
         raise too_large(size, base.size + count, f"{base.size:,} old ids, {count:,} new pieces found")
-    _write(base, made, directory / "tokenizer")
+    directory = directory / "tokenizer"
+    pretrained.copy_files(base.path.parent, directory)
+    files.write_text(directory / NAME, json.dumps(made, ensure_ascii=False, indent=2))
+    old_merges = len(base.settings["model"]["merges"])
+    files.write_json(directory / BEFORE, {"old_ids": base.size, "old_merges": old_merges})
     texts = [_text(piece) for piece in added.pieces]
-    return describe(directory / "tokenizer" / NAME) | {
+    return describe(directory / NAME) | {
         "old_pieces": base.size,
         "new_characters": sum(len(text) == 1 for text in texts),
         "new_longer_pieces": sum(len(text) > 1 for text in texts),
@@ -139,13 +143,10 @@ def extend(
 
 
 def enlarge(base: Base, added: Added) -> dict[str, Any]:
-    """Return a copy of base's settings with the new pieces, numbered from base.size, and the new merges at the end.
-
-    Base's added_tokens are entered in the vocabulary too; otherwise the library would renumber them after the new
-    pieces.
-    """
+    """Return a copy of base's settings with the new pieces, numbered from base.size, and the new merges at the end."""
     settings = deepcopy(base.settings)
     model = settings["model"]
+    # Without its added tokens in the vocabulary the library would renumber them after the new pieces.
     model["vocab"] |= {token["content"]: token["id"] for token in settings.get("added_tokens") or ()}
     model["vocab"] |= {piece: number for number, piece in enumerate(added.pieces, start=base.size)}
     as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)
@@ -160,14 +161,12 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
     """
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
-
-    def encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-        """Return the ids of text, without special tokens that the tokenizer adds."""
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
     every = itertools.chain(tokens, added_tokens(old), texts)
-    return count_unchanged(functools.partial(encode, before), functools.partial(encode, after), every)
+    return count_unchanged(
+        lambda text: before.encode(text, add_special_tokens=False).ids,
+        lambda text: after.encode(text, add_special_tokens=False).ids,
+        every,
+    )
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:
@@ -213,9 +212,8 @@ _BYTE_OF = {letter: byte for byte, letter in _LETTER_OF.items()}
 def _add_characters(base: Base, sample: Sample, wanted: int, longest: int, coverage: float, dropped: set[str]) -> Added:
     """Return pieces and merges for missing Chinese characters; each joins its old tokens from left to right.
 
-    Adds at most `wanted` pieces, parts of characters included. Tries the most frequent characters of the sample, up to
-    the share `coverage` of it; if `longest` is 1, all Chinese ones. Skips spellings in `dropped`, and characters of
-    which a part could begin a character that is not Chinese.
+    Adds at most `wanted` pieces, parts of characters included; `longest` and `coverage` are extend()'s. Skips spellings
+    in `dropped`, and characters of which a part could begin a character that is not Chinese.
     """
     vocab, encoder = base.settings["model"]["vocab"], base.tokenizer().model
     added = Added(set(vocab))
@@ -266,10 +264,7 @@ def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: 
 
 
 def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) -> set[str]:
-    """Return the new pieces, which have the ids from `old` on, that do not encode to their own id.
-
-    Changes `extended`: sets its model's ignore_merges to False.
-    """
+    """Return the new pieces, whose ids begin at `old`, that do not encode to their own id; changes `extended`."""
     extended.model.ignore_merges = False  # which would take any piece that is a whole word
     dead = set()
     for number, piece in enumerate(pieces, start=old):
@@ -282,18 +277,6 @@ def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) 
     return dead
 
 
-def _write(base: Base, settings: Mapping[str, Any], directory: Path) -> None:
-    """Write base's files, the settings as tokenizer.json, and extension.json to `directory`.
-
-    extension.json has the base's numbers of ids and merges: {old_ids, old_merges}.
-    """
-    pretrained.copy_files(base.path.parent, directory)
-    text = json.dumps(settings, ensure_ascii=False, indent=2)
-    files.write_text(directory / NAME, text)
-    merges = len(base.settings["model"]["merges"])
-    files.write_json(directory / BEFORE, {"old_ids": base.size, "old_merges": merges})
-
-
 def _is_chinese_only(begin: str) -> bool:
     """Return whether every character whose bytes begin with these byte-level letters is Chinese."""
     data = bytes(_BYTE_OF[letter] for letter in begin)
@@ -301,14 +284,6 @@ def _is_chinese_only(begin: str) -> bool:
     rest = length - len(data)
     ends = (b"\x80" * rest, b"\xbf" * rest)
     return all(CHINESE.fullmatch((data + end).decode(errors="replace")) for end in ends)
-
-
-NAME = "tokenizer.json"
-
-
-def library_version() -> str:
-    """Return the version of the package tokenizers, which defines the ids."""
-    return metadata.version("tokenizers")
 
 
 def load(path: Path) -> tokenizers.Tokenizer:

@@ -122,9 +122,9 @@ def train(lines: Iterable[str], directory: Path, vocab_size: int, character_cove
 
 
 def describe(path: Path) -> Described:
-    """Return {vocab_size, unk_id, bos_id, eos_id, sha256} of a tokenizer.model, for manifests.
+    """Return {vocab_size, unk_id, bos_id, eos_id, sha256} of a tokenizer.model; the id of a missing piece is -1.
 
-    The id of a missing piece is -1. Raises UserError when the file is missing or no sentencepiece model.
+    Raises UserError when the file is missing or no sentencepiece model.
     """
     processor = load(path)
     return {
@@ -137,19 +137,13 @@ def describe(path: Path) -> Described:
 
 
 def encode(processor: Any, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of each text, int32, without <s> and </s>, whose names in a text are plain text; uses one thread.
-
-    `processor` is load()'s.
-    """
+    """Return the ids of each text, without <s> and </s>; `processor` is load()'s. Uses one thread."""
     encoded: list[npt.NDArray[np.int32]] = processor.encode(list(texts), out_type="numpy", num_threads=1)
     return encoded
 
 
 def _explain_refusal(message: str, vocab_size: int) -> UserError:
-    """Return, without raising it, a UserError for sentencepiece's error message.
-
-    If vocab_size is too large or too small, the fix names the size that would do; any other message is its evidence.
-    """
+    """Return the UserError for sentencepiece's message; it names the size that would do if vocab_size would not."""
     if too_high := re.search(r"too high .*<= (\d+)", message):
         return UserError(
             f"tokenizer.vocab_size {vocab_size:,} is too large for this text",
@@ -182,10 +176,7 @@ class Sample:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Sample:
-        """Return the counts of the lines, using at most 2.5 bytes of memory a byte of text.
-
-        Raises UserError if the lines have no ideograph.
-        """
+        """Return the counts of the lines, in 2.5 bytes of memory a byte. Raises UserError if they have no ideograph."""
         sample = cls(Counter(), Counter())
         for line in lines:
             sample.runs.update(_RUN.findall(line))
@@ -251,7 +242,7 @@ def extend(
 
 
 def too_large(size: int, most: int, evidence: str) -> UserError:
-    """Return, without raising it, the UserError for a tokenizer.extend_to of `size` where `most` is possible."""
+    """Return the UserError for a tokenizer.extend_to of `size` where `most` is possible."""
     fix = f"set tokenizer.extend_to to at most {most}, or add text: tokenizer.sample_bytes, data.sources"
     return UserError(f"tokenizer.extend_to {size:,} is too large for this text", evidence=evidence, fix=fix)
 
@@ -269,22 +260,18 @@ def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
     return model
 
 
-def check_unchanged(old: Any, new: Any, texts: Iterable[str]) -> int:
-    """Check that two SentencePieceProcessors give the same ids for the pieces of `old` and for the texts.
+def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
+    """Check that two tokenizer.model give the same ids for the pieces of `old` and the texts, their Chinese left out.
 
-    Chinese characters are taken out of each before it is encoded.
-
-    Returns how many were compared. Raises RuntimeError at the first that differs.
+    Returns how many were compared. Raises RuntimeError at the first that differs, UserError for an unreadable file.
     """
-    pieces = (old.id_to_piece(number).replace("▁", " ") for number in range(old.vocab_size()))
-    return count_unchanged(old.encode, new.encode, itertools.chain(pieces, texts))
+    before, after = load(old), load(new)
+    pieces = (before.id_to_piece(number).replace("▁", " ") for number in range(before.vocab_size()))
+    return count_unchanged(before.encode, after.encode, itertools.chain(pieces, texts))
 
 
 def count_unchanged(old: Callable[[str], Any], new: Callable[[str], Any], texts: Iterable[str]) -> int:
-    """Encode each text without its Chinese by both functions; return the number of texts.
-
-    Raises RuntimeError if `old` and `new` give other ids for one.
-    """
+    """Encode each text without its Chinese by both functions; return how many. RuntimeError at a difference."""
     count = 0
     for text in texts:
         plain = CHINESE.sub("", text)
@@ -301,10 +288,10 @@ def is_extension(model: Path, base: Path, size: int) -> bool:
 
 
 def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[str]:
-    """Return the Chinese characters that an extension may add, in the order in which they are added.
+    """Return the Chinese characters to add, in their order; the vocabulary may have some of them already.
 
-    These are the most frequent, which make up the share `coverage` of the sample. With `every`, these are all of the
-    sample, then those of GB 2312, then U+4E00 to U+9FFF. The vocabulary may have some of them already.
+    These are the most frequent, which make up the share `coverage` of the sample; with `every` all of the sample, then
+    those of GB 2312, then U+4E00 to U+9FFF.
     """
     counted = sample.characters()
     if every:
@@ -318,8 +305,7 @@ def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[s
 def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int, coverage: float) -> list[str]:
     """Return new pieces in the order in which they are added; more than `wanted` if the sample has them.
 
-    `known` has the old pieces, `longest` is the most characters a piece. `coverage` is the share of the sample that new
-    characters make up; with longest=1 it is not used, and all Chinese characters are tried.
+    `known` has the old pieces; `longest` and `coverage` are extend()'s.
     """
     covering = candidate_characters(sample, coverage, every=longest == 1)
     characters = [character for character in covering if character not in known]
@@ -332,10 +318,7 @@ def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int,
 
 
 def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
-    """Return up to about `wanted` pieces of 2 to `longest` ideographs in the order in which BPE merges them.
-
-    `runs` counts each run of ideographs. Pieces of the old vocabulary may be among the result.
-    """
+    """Return about `wanted` pieces of 2 to `longest` ideographs, known ones too, in the order of their merges."""
     model = io.BytesIO()
     different = len(set().union(*runs))
     sentencepiece.SentencePieceTrainer.train(
@@ -356,10 +339,7 @@ def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
 
 
 def _keep_living(base: Any, candidates: list[str], wanted: int) -> tuple[list[str], set[str]]:
-    """Return (the first `wanted` candidates that encode to their own id, set of those before them that do not).
-
-    There are fewer than `wanted` if the candidates run out.
-    """
+    """Return (the first `wanted` candidates that encode to their own id, or fewer, those before them that do not)."""
     dropped: set[str] = set()
     while True:
         chosen = list(itertools.islice((piece for piece in candidates if piece not in dropped), wanted))

@@ -59,8 +59,12 @@ class Input:
 
     def identity(self) -> list[Any]:
         """Return everything that the input's documents depend on, for step keys."""
+        return [self.source, self.split, *self.settings(), *self.sha256]
+
+    def settings(self) -> list[Any]:
+        """Return what decides how the input's rows are read, for cache keys."""
         how = [self.format, self.text_field, dict(self.meta), self.encoding, self.null_text]
-        return [self.source, self.split, *how, *([dict(self.sides)] if self.sides else []), *self.sha256]
+        return [*how, dict(self.sides)] if self.sides else how
 
     def file_sizes(self) -> Sequence[int]:
         """Return the size of every file in bytes: when it was hashed, or now if it was not (OSError if missing)."""
