@@ -228,7 +228,7 @@ def deadly(owner, name, calls):
 if __name__ == "__main__":
     point, calls, yaml, *overrides = sys.argv[1:]
     readers.BLOCK_BYTES = 20_000
-    owner, name = {"documents": (parsing, "check_broken_rows"), "selection": (selection, "write_decisions"),
+    owner, name = {"documents": (parsing, "check_broken_rows"), "selection": (selection, "total_counts"),
                    "tokenizer": (vocab, "describe"), "shards": (encode._Shard, "append"),
                    "fingerprints": (os, "replace"), "manifest": (files, "write_json")}[point]
     deadly(owner, name, int(calls))

@@ -125,7 +125,7 @@ def test_bad_words_are_counted_by_their_kinds(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no word"):
         Cleaner(rules)
     with pytest.raises(UserError, match="cannot read"):
-        clean.read_keywords(tmp_path / "absent", "data.clean.bad_keywords")
+        clean.read_keywords(str(tmp_path / "absent"))
 
 
 def test_clean_none_leaves_the_one_spelling() -> None:

@@ -71,17 +71,14 @@ def _tables() -> tuple[Codes, Codes]:
 
 
 class Block:
-    """Texts end to end, as code points below 65,536."""
+    """Texts end to end, as code points below 65,536; `limits` is [texts + 1].
+
+    `places` has at least the places of all characters that any rule will ask for, `flags` the flags of each.
+    """
 
     def __init__(self, codes: Codes, limits: Places, places: Places, flags: Codes) -> None:
-        """Keep the characters and the limits of the texts [texts + 1].
-
-        `places` has at least the places of all characters that any rule will ask for, `flags` the flags of each.
-        """
-        self.codes = codes
-        self.limits = limits
-        self._places = places
-        self._flags = flags
+        self.codes, self.limits = codes, limits
+        self._places, self._flags = places, flags
         self._known = dict[int, Places]()  # what where() returned
 
     @classmethod

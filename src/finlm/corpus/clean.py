@@ -5,10 +5,10 @@ samples are kept by the documents step. Filters judge the form of a document, ne
 fewer than 50 characters. Broken mark-up goes first, since every later rule counts characters. `clean: none` makes only
 the uniform spelling of normalize.py. Perplexity and duplicates have steps of their own.
 
-Many texts are cleaned at once (blocks.py): the frequent changes are made in arrays of all their characters, and counts
-of them name the texts that a filter may drop, which then judges only those. What is rare, as traditional Chinese or a
-line of boilerplate, sends its text through the rules one by one. The result is that of cleaning text by text; a rule
-that blocks.py does not know sees all texts.
+Many texts are cleaned at once (blocks.py): frequent changes are made in arrays of all their characters, and counts of
+them name the few texts that a filter has to judge. What is rare, as traditional Chinese or a line of boilerplate, sends
+its text through the rules one by one. The result is that of cleaning text by text; a rule that blocks.py does not know
+sees all texts.
 """
 
 from __future__ import annotations
@@ -158,11 +158,12 @@ def bad_keywords(words: frozenset[str], limit: int) -> Filter:
     return check
 
 
-def read_keywords(path: Path, key: str) -> frozenset[str]:
-    """Return the words of a list file: a word per line, # starts a comment line.
+def read_keywords(name: str) -> frozenset[str]:
+    """Return the words of the list data.clean.bad_keywords: a word per line, # starts a comment line.
 
-    Raises UserError, naming the recipe key `key`, for a file that cannot be read or has no words.
+    Raises UserError for a file that cannot be read or has no words.
     """
+    path, key = Path(name).expanduser(), "data.clean.bad_keywords"
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -188,29 +189,28 @@ VERSION = 6
 
 
 class Cleaner:
-    """Maps a raw text to (clean text, None) or ("", reason); pickled as its settings."""
+    """Maps a raw text to (clean text, None) or ("", reason), by these settings, as which it is pickled.
+
+    Raises UserError for a keyword list that cannot be read or has no words.
+    """
 
     def __init__(self, settings: Clean) -> None:
-        """List the changes and filters of these settings. Raises UserError for a keyword list that cannot be read."""
         self.settings = settings
         self.changes = list(_changes(settings))
         self.filters = list(_filters(settings))
 
     def __call__(self, text: str) -> tuple[str, str | None]:
         """Return (clean text, None), or ("", reason) for a document to drop."""
-        return self.finish(self.spell(text), self.rules)
+        spelled = normalise(normalize.strip_html(text) if self.settings.html else text)
+        return self.finish(spelled, self.rules)
 
     @property
     def rules(self) -> Rules:
         """The names of all rules that the settings ask for."""
         return frozenset(name for name, _ in (*self.changes, *self.filters))
 
-    def spell(self, text: str) -> str:
-        """Return the text in its normal spelling (normalise), without HTML if the settings say so."""
-        return normalise(normalize.strip_html(text) if self.settings.html else text)
-
     def finish(self, spelled: str, rules: Rules) -> tuple[str, str | None]:
-        """Apply the named rules to a text from spell(), and all later rules once a rule has changed it.
+        """Apply the named rules to a normalised text without HTML, and all later rules once a rule has changed it.
 
         Returns (clean text, None), or ("", reason) for a document to drop.
         """
@@ -225,18 +225,11 @@ class Cleaner:
                 return "", reason
         return text, None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle stores: the class and the settings, from which loading builds a new Cleaner."""
+    def __reduce__(self) -> tuple[Any, ...]:  # nested functions cannot be pickled
         return Cleaner, (self.settings,)
 
 
-@lru_cache(1)
-def load(settings: Clean) -> Cleaner:
-    """Return the cleaner of these settings. The last is cached: a keyword list is an automaton of megabytes.
-
-    Raises UserError for a keyword list that cannot be read or has no words.
-    """
-    return Cleaner(settings)
+load = lru_cache(1)(Cleaner)  # a keyword list is an automaton of megabytes
 
 
 def depends_on(settings: Clean) -> dict[str, object]:
@@ -246,7 +239,7 @@ def depends_on(settings: Clean) -> dict[str, object]:
     """
     chosen = settings.model_dump(exclude={"perplexity"})
     if settings.bad_keywords is not None:
-        chosen["bad_keywords"] = sorted(_keywords(settings.bad_keywords))
+        chosen["bad_keywords"] = sorted(read_keywords(settings.bad_keywords))
     return {"version": VERSION, **chosen}
 
 
@@ -280,12 +273,7 @@ def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
     if settings.max_short_lines < 1:
         yield "max_short_lines", short_lines(settings.max_short_lines)
     if settings.bad_keywords is not None:
-        yield "bad_keywords", bad_keywords(_keywords(settings.bad_keywords), settings.bad_keyword_limit)
-
-
-def _keywords(path: str) -> frozenset[str]:
-    """Return the words of the list data.clean.bad_keywords. Raises UserError if it cannot be read or has no words."""
-    return read_keywords(Path(path).expanduser(), "data.clean.bad_keywords")
+        yield "bad_keywords", bad_keywords(read_keywords(settings.bad_keywords), settings.bad_keyword_limit)
 
 
 _FEW = 2**12  # characters: below, each text is cleaned alone, without arrays

@@ -4,8 +4,8 @@ r"""Change a document's text: one spelling for every document, and the optional 
 full-width letters and digits to ASCII, the ideographic space to a space; trailing spaces of lines cut; three or more
 newlines to two; white space around the document cut. 100 to 240 MB/s per core; applying it twice changes nothing.
 
-Every other function takes a text and returns the new one, at 130 MB/s or more where there is nothing to change. None of
-them is NFKC, which rewrites symbols that finance texts mean (① to 1, ㎡ to m2).
+Every other function takes a text and returns the new one, at 130 MB/s or more where there is nothing to change. None is
+NFKC, which rewrites symbols that finance texts mean (① to 1, ㎡ to m2).
 
 Personal numbers (Chinese identity cards, telephones, bank cards) become placeholders. Finance text is full of amounts,
 codes and ids that look alike, so a number counts as personal when its form, its check digit and what stands around it
@@ -19,7 +19,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 # Control characters, soft hyphen, zero-width space and joiners, direction marks, word joiner, byte-order mark.
@@ -54,36 +54,25 @@ def normalise(text: str) -> str:
     return text.strip(" \t\n")
 
 
-class _Shape:
-    """Maps a text to a class byte per character; remembers the last text, as several rules ask for the same text."""
-
-    def __init__(self) -> None:
-        """Build the table from bytes of UTF-8 to classes."""
-        kinds = bytearray(b"s" * 256)
-        for code in range(128):
-            letter = chr(code)
-            kinds[code] = ord("0" if letter.isdigit() else "a" if letter.isalnum() or letter == "_" else "s")
-        kinds[:33] = b" " * 33
-        kinds[0xE4:0xEA] = b"c" * 6  # U+4000 to U+9FFF
-        self._kinds, self._inner = bytes(kinds), bytes(range(0x80, 0xC0))
-        self._last = ("", b"")
-
-    def __call__(self, text: str) -> bytes:
-        """Return a byte per character that tells its class: b"0" is a digit, b"a" an ASCII letter or _.
-
-        b" " is a blank or control character, b"c" is Chinese, b"s" is a symbol or anything else. Every symbol is b"s",
-        but not every b"s" is a symbol: rules look here first, and at the text only where it may concern them.
-        """
-        if text is not self._last[0]:
-            self._last = text, self.of_bytes(text.encode("utf-8", "surrogatepass"))
-        return self._last[1]
-
-    def of_bytes(self, data: bytes) -> bytes:
-        """Return the class byte (see __call__) of each character of UTF-8 data; remembers nothing."""
-        return data.translate(self._kinds, self._inner)
+_KINDS = (  # of the first byte of a character's UTF-8, see shape(); U+4000 to U+9FFF are Chinese
+    b" " * 33
+    + bytes(ord("0" if chr(code).isdigit() else "a" if re.match(r"\w", chr(code)) else "s") for code in range(33, 128))
+    + b"s" * (0xE4 - 128)
+    + b"c" * 6
+    + b"s" * (256 - 0xEA)
+)
+_FURTHER_BYTES = bytes(range(0x80, 0xC0))
 
 
-shape = _Shape()
+@lru_cache(maxsize=1)  # several rules ask for the same text
+def shape(text: str) -> bytes:
+    """Return a byte per character that tells its class: b"0" is a digit, b"a" an ASCII letter or _.
+
+    b" " is a blank or control character, b"c" is Chinese, b"s" is a symbol or anything else. Every symbol is b"s", but
+    not every b"s" is a symbol: rules look here first, and at the text only where it may concern them.
+    """
+    return text.encode("utf-8", "surrogatepass").translate(_KINDS, _FURTHER_BYTES)
+
 
 _BLOCK = (
     "address|article|blockquote|br|center|dd|div|dl|dt|footer|form|h[1-6]|header|hr|li|ol|p|pre|section|table|tbody|"
@@ -145,11 +134,8 @@ def _join_cells(row: re.Match[str]) -> str:
 
 
 def _remove_parts(text: str, start: str, end: str) -> str:
-    """Return the text without its parts from `start` to the next `end` (in lower case), matched in any case.
-
-    A part without `end` stays. Takes linear time, unlike a regular expression.
-    """
-    folded = text.lower()
+    """Return the text without its parts from `start` to the next `end`, in any case; a part without `end` stays."""
+    folded = text.lower()  # and find(): a regular expression would not take linear time
     if start not in folded or len(folded) != len(text):  # a few letters have a longer lower case
         return text
     parts, done = [], 0
@@ -167,8 +153,7 @@ _BLANKS = re.compile(r"(?<=\S)[ \xa0\u2000-\u200a]{5,}")
 def compress_repeats(text: str) -> str:
     """Shorten runs of more than three equal symbols to three, and of more than four blanks inside a line to four.
 
-    No-break spaces become spaces. Letters, digits and Chinese characters are never touched: 1000000 and 哈哈哈哈 stay,
-    and so does indentation.
+    No-break spaces become spaces. Letters, digits, Chinese and indentation stay: 1000000 and 哈哈哈哈.
     """
     if "\xa0" in text:
         text = text.replace("\xa0", " ")
@@ -246,8 +231,7 @@ _BOILERPLATE_HOLDS = re.compile(_OPEN + _HOLDS + _CLOSE)
 def drop_boilerplate(text: str) -> str:
     """Return the text without lines of web page boilerplate: editors, sources, QR codes, navigation, copyright.
 
-    A line is dropped only if a pattern matches all of it and it has at most 160 characters, so a sentence about
-    copyright stays. A text of a single line is returned as given.
+    Only lines that is_boilerplate() takes are dropped, so a sentence about copyright stays; so does a single line.
     """
     if "\n" not in text:  # a document of one line is its own content
         return text
