@@ -123,7 +123,7 @@ def test_rules_do_not_run_on_texts_that_they_cannot_concern(monkeypatch: pytest.
     monkeypatch.setattr(clean, "_FEW", 0)
     monkeypatch.setattr(normalize, "convert_widths", lambda text: pytest.fail(text))
     cleaner = clean.Cleaner(RULES["all"])
-    monkeypatch.setattr(cleaner, "spell", lambda text: pytest.fail(text))
+    monkeypatch.setattr(clean.Cleaner, "__call__", lambda _, text: pytest.fail(text))
     text = "公司预计净利润同比增长一成，现金分红的比例保持不变。" * 3
     assert clean_together(cleaner, [text] * 5) == [(text, None)] * 5
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,20 +57,15 @@ def garbled(text: str) -> str | None:
     return None
 
 
-def numeric_table(most: float) -> Filter:
-    """Return a filter that drops texts with more than the share `most` of digits, and no words that name the numbers.
+def numeric_table(most: float, text: str) -> str | None:
+    """Return "numeric_table" if more than the share `most` of a text are digits, and no words name the numbers.
 
     Texts of fewer than 50 characters pass. The share is of visible characters.
     """
-
-    def check(text: str) -> str | None:
-        """Return "numeric_table" for a text to drop, else None."""
-        digits, letters, _ = _count_kinds(text)
-        if len(text) < ENOUGH or digits <= most * (digits + letters):
-            return None
-        return "numeric_table" if digits > most * _visible(text) and not _names_numbers(text, digits) else None
-
-    return check
+    digits, letters, _ = _count_kinds(text)
+    if len(text) < ENOUGH or digits <= most * (digits + letters):
+        return None
+    return "numeric_table" if digits > most * _visible(text) and not _names_numbers(text, digits) else None
 
 
 def _names_numbers(text: str, digits: int) -> bool:
@@ -86,55 +81,40 @@ def _names_numbers(text: str, digits: int) -> bool:
     return digits <= _DIGITS_A_WORD * sum(words)
 
 
-def symbols(most: float) -> Filter:
-    """Return a filter that drops texts with more than the share `most` of punctuation and symbols.
+def symbols(most: float, text: str) -> str | None:
+    """Return "symbols" if more than the share `most` of a text's visible characters are punctuation and symbols.
 
-    Texts of fewer than 50 characters pass. The share is of visible characters.
+    Texts of fewer than 50 characters pass.
     """
-
-    def check(text: str) -> str | None:
-        """Return "symbols" for a text to drop, else None."""
-        digits, letters, others = _count_kinds(text)
-        if len(text) < ENOUGH or others * (1 - most) <= most * (digits + letters):
-            return None
-        return "symbols" if len(_SYMBOL.findall(text)) > most * _visible(text) else None
-
-    return check
+    digits, letters, others = _count_kinds(text)
+    if len(text) < ENOUGH or others * (1 - most) <= most * (digits + letters):
+        return None
+    return "symbols" if len(_SYMBOL.findall(text)) > most * _visible(text) else None
 
 
-def language(least: float) -> Filter:
-    """Return a filter that drops texts with less than the share `least` of Chinese among their letters.
+def language(least: float, text: str) -> str | None:
+    """Return "language" if less than the share `least` of a text's letters is Chinese.
 
     Other letters count only in words of three or more, and only if there are 50 of them: formulas and tables pass. So
     do texts of fewer than 50 characters.
     """
-
-    def check(text: str) -> str | None:
-        """Return "language" for a text to drop, else None."""
-        if len(text) < ENOUGH or shape(text).count(b"c") >= least * len(text):
-            return None
-        other = sum(map(len, _WORD.findall(text)))
-        chinese = len(_NOT_CHINESE.sub("", text))
-        return "language" if other >= ENOUGH and chinese < least * (chinese + other) else None
-
-    return check
+    if len(text) < ENOUGH or shape(text).count(b"c") >= least * len(text):
+        return None
+    other = sum(map(len, _WORD.findall(text)))
+    chinese = len(_NOT_CHINESE.sub("", text))
+    return "language" if other >= ENOUGH and chinese < least * (chinese + other) else None
 
 
-def short_lines(most: float) -> Filter:
-    """Return a filter that drops texts of ten or more lines with more than the share `most` of short lines, as menus.
+def short_lines(most: float, text: str) -> str | None:
+    """Return "short_lines" for a text of ten or more lines with more than the share `most` of short ones, as a menu.
 
     A short line has fewer than 10 characters, and no digit, tab, space, | or colon, which tables and lists have.
     """
-
-    def check(text: str) -> str | None:
-        """Return "short_lines" for a text to drop, else None."""
-        if text.count("\n") < ENOUGH_LINES - 1:
-            return None
-        lines = [line for line in text.split("\n") if line]
-        short = sum(len(line) < _SHORT_LINE and not _LABELLED.search(line) for line in lines)
-        return "short_lines" if len(lines) >= ENOUGH_LINES and short > most * len(lines) else None
-
-    return check
+    if text.count("\n") < ENOUGH_LINES - 1:
+        return None
+    lines = [line for line in text.split("\n") if line]
+    short = sum(len(line) < _SHORT_LINE and not _LABELLED.search(line) for line in lines)
+    return "short_lines" if len(lines) >= ENOUGH_LINES and short > most * len(lines) else None
 
 
 def bad_keywords(words: frozenset[str], limit: int) -> Filter:
@@ -147,7 +127,6 @@ def bad_keywords(words: frozenset[str], limit: int) -> Filter:
     automaton.make_automaton()
 
     def check(text: str) -> str | None:
-        """Return "bad_keyword" for a text to drop, else None."""
         words_found: set[str] = set()
         for _, word in automaton.iter(text):
             words_found.add(word)
@@ -189,7 +168,7 @@ VERSION = 6
 
 
 class Cleaner:
-    """Maps a raw text to (clean text, None) or ("", reason), by these settings, as which it is pickled.
+    """Maps a raw text to (clean text, None) or ("", reason), by these settings.
 
     Raises UserError for a keyword list that cannot be read or has no words.
     """
@@ -224,9 +203,6 @@ class Cleaner:
             if (name in rules or text is not spelled) and (reason := judge(text)):
                 return "", reason
         return text, None
-
-    def __reduce__(self) -> tuple[Any, ...]:  # nested functions cannot be pickled
-        return Cleaner, (self.settings,)
 
 
 load = lru_cache(1)(Cleaner)  # a keyword list is an automaton of megabytes
@@ -265,13 +241,13 @@ def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
     if settings.garbled:
         yield "garbled", garbled
     if settings.max_digits < 1:
-        yield "max_digits", numeric_table(settings.max_digits)
+        yield "max_digits", partial(numeric_table, settings.max_digits)
     if settings.max_symbols < 1:
-        yield "max_symbols", symbols(settings.max_symbols)
+        yield "max_symbols", partial(symbols, settings.max_symbols)
     if settings.min_chinese > 0:
-        yield "min_chinese", language(settings.min_chinese)
+        yield "min_chinese", partial(language, settings.min_chinese)
     if settings.max_short_lines < 1:
-        yield "max_short_lines", short_lines(settings.max_short_lines)
+        yield "max_short_lines", partial(short_lines, settings.max_short_lines)
     if settings.bad_keywords is not None:
         yield "bad_keywords", bad_keywords(read_keywords(settings.bad_keywords), settings.bad_keyword_limit)
 

@@ -127,10 +127,8 @@ def _single_value(batch: Any) -> tuple[Any, str]:
     """Return (row, "") or (None, why it cannot be read) for a batch of one row."""
     try:
         return batch.to_pylist()[0], ""
-    except UnicodeDecodeError as error:  # writers need not check their strings
-        return None, _not_utf8(error)
-    except ValueError as error:
-        return None, str(error)
+    except ValueError as error:  # of strings that are not UTF-8, too: writers need not check them
+        return None, _not_utf8(error) if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def _parse_table(block: Block, item: Input) -> Iterator[Row]:
@@ -295,8 +293,8 @@ def check_broken_rows(
 ) -> None:
     """Raise UserError for the first source with a larger share of broken rows than `allowed`; copy them into `keep`.
 
-    `directory` holds the broken.jsonl of these inputs. The copy is broken-<source>.jsonl, 10,000 rows at most, removed
-    for sources that pass. `formats` lists accepted rows for the message, if a text is not enough.
+    `directory` holds the broken.jsonl of these inputs; the copy, broken-<source>.jsonl, is removed for sources that
+    pass. `formats` lists accepted rows for the message, if a text is not enough.
     """
     for item in inputs:
         kept = keep / f"broken-{item.source}.jsonl"

@@ -1,10 +1,10 @@
 """Read inputs of every format as blocks of rows that a worker can parse: JSON lines, text files, parquet, Arrow.
 
 The parent reads and decompresses, because neither gzip nor a text encoding can be entered in the middle; a block holds
-8 MB or one longer row, so memory is bounded by blocks, not files. Compression is known by content, not by name. UTF-16
-is known by its byte-order mark, any other encoding is named in the recipe; a byte sequence without meaning makes its
-own row broken, and no other. Of a file that is cut short, what comes before the cut is read; how much is lost cannot be
-counted, so a cut stands for a share of the rows at least, which the default limit refuses.
+8 MB or one longer row, so memory is bounded by blocks, not files. Compression is known by content, UTF-16 by its
+byte-order mark; any other encoding is named in the recipe. A byte sequence without meaning makes its own row broken,
+and no other. Of a file that is cut short, what comes before the cut is read; how much is lost cannot be counted, so a
+cut stands for a share of the rows at least, which the default limit refuses.
 
 Parquet files and saved Hugging Face sets (save_to_disk) are read with pyarrow alone, so neither pandas nor torch is
 loaded. `datasets.load_dataset` is not used: it fails on JSON lines whose `meta` has other keys in another file.
@@ -28,8 +28,8 @@ from finlm.base.errors import UserError
 from finlm.base.step_cache import File
 from finlm.corpus.read.sources import Input
 
-SHARE = 0.01  # of the source's rows
-# How the reason of such a row begins.
+_CUT_SHARE = 0.01  # of the source's rows, for which a cut file counts at least
+# How the reason of the row at the cut begins.
 ARCHIVE_SHORT = "the archive is cut short"
 ARCHIVE_DAMAGED = "the archive is damaged"
 FILE_DAMAGED = "the file is damaged"
@@ -43,7 +43,7 @@ def is_cut(reason: str) -> bool:
 
 def lost_rows(rows: int, broken: int, has_cut: bool) -> float:
     """Return how many rows of a source count as lost: `broken`, but at least 1 % of `rows` if a file is cut short."""
-    return max(SHARE * rows, broken) if has_cut else broken
+    return max(_CUT_SHARE * rows, broken) if has_cut else broken
 
 
 def refuse_cut(source: str, cuts: Sequence[tuple[str, int, str]], rows: int, broken: int, allowed: float) -> None:
@@ -60,13 +60,9 @@ def refuse_cut(source: str, cuts: Sequence[tuple[str, int, str]], rows: int, bro
     needed = math.ceil(round(counted / rows * 1000, 6)) / 1000
     raise UserError(
         f"source {source}: {Path(file).name} {what}{more}",
-        evidence="\n".join(
-            (
-                *(f"{name}:{row}: {why}; what follows is lost" for name, row, why in cuts[:3]),
-                f"how much is unknown: it counts as {counted / rows:.2%} of the rows, of which "
-                f"data.max_broken_fraction allows {allowed:.2%}",
-            )
-        ),
+        evidence="".join(f"{name}:{row}: {why}; what follows is lost\n" for name, row, why in cuts[:3])
+        + f"how much is unknown: it counts as {counted / rows:.2%} of the rows, of which "
+        f"data.max_broken_fraction allows {allowed:.2%}",
         fix="fetch it again (compare its size or checksum), "
         f"or set data.max_broken_fraction={needed:g}, which leaves out the rest of the file",
     )
@@ -114,11 +110,10 @@ def compression(path: File, start: bytes) -> str:
 
 
 def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256: str = "") -> Iterator[bytes]:
-    """Yield the decompressed file as UTF-8, read in parts of at most `most` bytes; advance(n) hears of n bytes read.
+    """Yield the decompressed file as UTF-8 (see _utf8), read in parts of at most `most` bytes; advance() hears of each.
 
-    The encoding "auto" is UTF-16 if the file has its mark, else UTF-8, which is not checked. Raises Cut after the last
-    good piece if the file is cut short or damaged. Raises UserError at the end when the file does not have the hash
-    `sha256` ("" skips this check), and at once for an archive that is not read.
+    Raises Cut after the last good piece if the file is cut short or damaged. Raises UserError at the end when the file
+    does not have the hash `sha256` ("" skips this check), and at once for an archive that is not read.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) if isinstance(path, Path) else path.open("rb") as file:
@@ -319,8 +314,8 @@ def _ends_early(row: bytes) -> bool:
 def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield blocks of whole text files, one document per file; a block closes once it holds BLOCK_BYTES.
 
-    A file that is damaged or ends early gets a block with its first 1000 bytes and the reason in `cut`, which comes
-    before the waiting files. Raises UserError for a changed file, and for an archive that is not read.
+    A file that ends early gets a block of its own with its first 1000 bytes and the reason in `cut`, before the files
+    that wait. Raises UserError for a changed file, and for an archive that is not read.
     """
     waiting: list[tuple[File, bytes]] = []
     size = 0
@@ -348,7 +343,7 @@ def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]
     """
     import pyarrow as pa
 
-    first, waiting, size = 1, list[Any](), 0
+    first, waiting, size, cut = 1, list[Any](), 0, ""
     try:
         for batch in _batches(item, path):
             waiting.append(batch)
@@ -358,29 +353,29 @@ def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]
                 first += sum(part.num_rows for part in waiting)
                 waiting, size = [], 0
     except (pa.ArrowInvalid, OSError) as error:
-        if waiting:
-            yield Block("arrow", path, first, _serialise_batches(waiting))
-            first += sum(part.num_rows for part in waiting)
-        yield Block("arrow", path, first, b"", cut=f"{FILE_DAMAGED}: {' '.join(str(error).split())[:200]}")
-        return
+        cut = f"{FILE_DAMAGED}: {' '.join(str(error).split())[:200]}"
     if waiting:
         yield Block("arrow", path, first, _serialise_batches(waiting))
-    advance(path.stat().st_size)
+        first += sum(part.num_rows for part in waiting)
+    if cut:
+        yield Block("arrow", path, first, b"", cut)
+    else:
+        advance(path.stat().st_size)
 
 
 def _batches(item: Input, path: File) -> Iterator[Any]:
     """Yield record batches of at most 64 rows with the needed columns. Raises UserError when no column has the text."""
     import pyarrow as pa
 
+    remote = None if isinstance(path, Path) else pa.PythonFile(path.open_exactly(), "r")
     if item.format == "parquet":
         import pyarrow.parquet as parquet
 
-        with parquet.ParquetFile(_source(path), buffer_size=2**20) as file:
+        with parquet.ParquetFile(remote or path, buffer_size=2**20) as file:
             columns = _columns(item, path, file.schema_arrow.names)
             yield from file.iter_batches(batch_size=_ARROW_ROWS, columns=columns, use_threads=False)
         return
-    mapped = pa.memory_map(str(path)) if isinstance(path, Path) else _source(path)
-    with mapped as source, pa.ipc.open_stream(source) as stream:
+    with remote or pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         columns = _columns(item, path, stream.schema.names)
         for batch in stream:
             chosen = batch.select(columns)
@@ -388,18 +383,10 @@ def _batches(item: Input, path: File) -> Iterator[Any]:
                 yield chosen.slice(start, _ARROW_ROWS)
 
 
-def _source(path: File) -> Any:
-    """Return the file as pyarrow takes it: a Path as it is, or a stream of a store's file."""
-    import pyarrow as pa
-
-    return path if isinstance(path, Path) else pa.PythonFile(path.open_exactly(), "r")
-
-
 def _columns(item: Input, path: File, names: list[str]) -> list[str]:
-    """Return the columns with the text, the counted fields and those that decide what is held out.
+    """Return the columns that hold the fields of the input; all for WHOLE_ROW. UserError when none holds the text.
 
-    A field names a whole column, or a value inside the column that its part before the first dot names. Returns all
-    names if item.text_field is WHOLE_ROW. Raises UserError when no column holds the text.
+    A field names a whole column, or a value inside the column that its part before the first dot names.
     """
     if item.text_field == WHOLE_ROW:
         return names

@@ -70,7 +70,6 @@ class RemoteFile:
     version: str  # "" where the store has no name for it
 
     def __str__(self) -> str:
-        """Return the URL."""
         return self.url
 
     @property
@@ -120,27 +119,22 @@ class RemoteFile:
 
 
 class _Ranges(io.RawIOBase):
-    """A file of a store as a raw, seekable stream."""
+    """A file of a store as a raw, seekable stream. Raises UserError if the store cannot be opened."""
 
     def __init__(self, file: RemoteFile) -> None:
-        """Begin at byte 0. Raises UserError if the store cannot be opened."""
         self._file, self._at = file, 0
         self._store, self._path = _open_store(file.url)
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the byte offset of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the byte offset of the next read and return it; `whence` is SEEK_SET, SEEK_CUR or SEEK_END of io."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         return self._at
 
@@ -167,10 +161,7 @@ class _Ranges(io.RawIOBase):
         return b"".join(iter(lambda: self.read(RANGE_BYTES) or b"", b""))
 
     def _read(self, end: int) -> bytes:
-        """Return the bytes from the current offset to before `end`; ask once, and leave the offset.
-
-        Raises _CutShort if the store gives another number, and the store's own errors.
-        """
+        """Return the bytes from the current offset to before `end`; _CutShort if the store gives another number."""
         data: bytes = self._store.cat_file(self._path, start=self._at, end=end)
         if len(data) != end - self._at:
             raise _CutShort(f"bytes {self._at:,} to {end:,} of {self._file.size:,}: {len(data):,} came")
@@ -198,7 +189,7 @@ def expand(pattern: str) -> list[RemoteFile]:
 
 
 def entries_near(url: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return (URL, [(name, whether it is a directory)]) of the nearest existing directory at or above a URL or glob.
+    """Return (URL, [(name, is a directory)]) of the nearest existing directory at or above a URL or glob.
 
     Raises UserError if the store does not answer.
     """
@@ -363,12 +354,11 @@ def _fix(scheme: str, first: str) -> str:
 
 
 def fetch_dataset(source: Source, key: str, *, fetch: bool) -> list[Path]:
-    """Return the sorted local paths of the dataset's files at source.revision; download missing ones if `fetch`.
+    """Return the sorted local paths of the dataset's files at source.revision; with `fetch` download missing ones.
 
     Selects the files that match source.files; without it, the readable files named after source.split, or all if none
-    are. `key` is the recipe key that errors name. Raises UserError when source.revision is not a full commit hash, the
-    download fails or no file matches; without `fetch`, NotPrepared if no matching file is in the Hub's cache. With
-    `fetch` prints id and commit.
+    are. Raises UserError, naming the recipe key `key`, when source.revision is not a full commit hash, the download
+    fails or no file matches; without `fetch`, NotPrepared if no matching file is in the Hub's cache.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

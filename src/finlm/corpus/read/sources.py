@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.step_cache import Cache, File, Fingerprint
+from finlm.base.step_cache import Cache, File
 from finlm.corpus.read import remote
 from finlm.recipe.schema_data import Source
 
@@ -159,15 +159,15 @@ def expand(pattern: str, split: str = "train") -> list[Path]:
     """Return the files of a path or glob, sorted by name; empty if none matches. Leaves out hidden files of a glob.
 
     `**` spans directories and links. A directory written by datasets.save_to_disk stands for its Arrow files; `split`
-    selects one of several splits. Raises UserError for a name that is not UTF-8 (no manifest could hold it), and for
-    directories and links that cannot be read.
+    selects one of several splits. Raises UserError for a name that is not UTF-8, and for directories and links that
+    cannot be read.
     """
     paths = _matching(pattern, split)
     for path in paths:
         name = os.fsencode(path)
         try:
             name.decode("utf-8")
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # no manifest could hold it
             raise UserError(
                 "the name of a file is not UTF-8",
                 evidence=f"{name.decode('utf-8', 'backslashreplace')}\nas GBK {name.decode('gb18030', 'replace')}",
@@ -177,10 +177,7 @@ def expand(pattern: str, split: str = "train") -> list[Path]:
 
 
 def _matching(pattern: str, split: str) -> list[Path]:
-    """Return what expand() does, also names that are not UTF-8.
-
-    Raises UserError for a directory that cannot be listed, and for a link without a target.
-    """
+    """Return what expand() does, also names that are not UTF-8, with its other errors."""
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
@@ -222,9 +219,9 @@ class _Entry(NamedTuple):
 
 
 def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
-    """Yield the entries below `directory` that match the parts of a glob; `**` also enters linked directories.
+    """Yield the entries below `directory` that match the parts of a glob, with the errors of _entries().
 
-    Raises UserError for a directory that cannot be listed, and for a link without a target.
+    pathlib's own glob passes over what it cannot list, and enters no linked directory.
     """
     if parts[0] == "**":
         for inner in _below(directory) if len(parts) > 1 else ():
@@ -238,10 +235,7 @@ def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Yield the directory and all below it, each once, linked ones last, without lost+found; nothing if it is missing.
-
-    Raises UserError for a directory that cannot be listed, and for a link without a target.
-    """
+    """Yield the directory, if it exists, and all below it, each once, linked ones last, without lost+found."""
     waiting, links, seen = [directory] * directory.is_dir(), list[Path](), set[Path]()
     while waiting or links:
         here = waiting.pop() if waiting else links.pop(0)
@@ -287,8 +281,7 @@ def _dead_link_error(link: Path) -> UserError:
 def _no_file_error(pattern: str, key: str) -> UserError:
     """Return the UserError for a path, URL or glob that no file matches, with the names nearby.
 
-    Raises it instead if the path is a local directory. A URL's store is asked; if it does not answer, raises that
-    UserError.
+    Raises it instead if the path is a local directory, and another if a URL's store does not answer.
     """
     if remote.is_url(pattern):
         where, entries = remote.entries_near(pattern)
@@ -371,22 +364,17 @@ def hash_files(inputs: Sequence[Input], cache: Cache) -> list[Input]:
     names; NotPrepared for an unknown hash if the cache may not build; OSError for a missing file.
     """
     prints = iter(cache.fingerprints([path for item in inputs for path in item.paths]))
-    return [verify_hashes(item, list(itertools.islice(prints, len(item.paths)))) for item in inputs]
-
-
-def verify_hashes(item: Input, prints: Sequence[Fingerprint]) -> Input:
-    """Return a copy of the input with the hash and the size of each file.
-
-    `prints` are of its files, in order. Raises UserError when the recipe names a different hash for its only file.
-    """
-    if item.expected and "@" not in item.expected and item.expected.lower() != prints[0].sha256:
-        raise UserError(
-            f"{item.paths[0]} is not the file that the recipe names",
-            evidence=f"sha256 {prints[0].sha256}\nthe recipe says {item.expected}",
-            fix="fetch the file again, or correct data.sources[i].sha256",
-        )
-    sha256, sizes = zip(*prints, strict=True)
-    return replace(item, sha256=sha256, sizes=sizes)
+    hashed = []
+    for item in inputs:
+        sha256, sizes = zip(*itertools.islice(prints, len(item.paths)), strict=True)
+        if item.expected and "@" not in item.expected and item.expected.lower() != sha256[0]:  # @: a Hub revision
+            raise UserError(
+                f"{item.paths[0]} is not the file that the recipe names",
+                evidence=f"sha256 {sha256[0]}\nthe recipe says {item.expected}",
+                fix="fetch the file again, or correct data.sources[i].sha256",
+            )
+        hashed.append(replace(item, sha256=sha256, sizes=sizes))
+    return hashed
 
 
 def stem(name: str) -> str:
