@@ -75,9 +75,8 @@ def make_advice(
     begin = now or datetime.datetime.now()
     whole, share = checkpoint_bytes(recipe, shape, plan)
     write = share * max(host.slots for host in plan.hosts) / DISK_BYTES_PER_SECOND
-    stall = (
-        share / COPY_BYTES_PER_SECOND if plan.asynchronous_checkpoints and host_memory.has_snapshot(recipe) else write
-    )
+    copies_first = plan.asynchronous_checkpoints and host_memory.has_snapshot(recipe)
+    stall = share / COPY_BYTES_PER_SECOND if copies_first else write
     seconds = plan.tokens_per_step / plan.tokens_per_second if plan.tokens_per_second else None
     return Advice(
         tokens=tokens,
@@ -390,7 +389,7 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
             continue
         times = candidate.tokens_per_second / now
         if times >= WORTH_SAYING:
-            differing = differing_settings(chosen, candidate)
+            differing = _differing_settings(chosen, candidate)
             text = what.format(settings=differing or "the same settings")
             if "{settings}" not in what and differing:
                 text += f" (then {differing})"
@@ -403,12 +402,11 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
     return list(distinct.values())[:MOST]
 
 
-def differing_settings(before: Candidate, after: Candidate) -> str:
+def _differing_settings(before: Candidate, after: Candidate) -> str:
     """Return "key: value, ..." of `after` where the two differ, with micro_batch: auto if its are unequal; or ""."""
-    names = [name for name in CHOICES if getattr(before.layout, name) != getattr(after.layout, name)]
-    values = {name: getattr(after.layout, name) for name in names} | (
-        {"micro_batch": "auto"} if after.is_unequal else {}
-    )
+    old, new = ({name: getattr(each.layout, name) for name in CHOICES} for each in (before, after))
+    values = {name: value for name, value in new.items() if value != old[name]}
+    values |= {"micro_batch": "auto"} if after.is_unequal else {}
     return ", ".join(f"{CHOICES[name]}: {value}" for name, value in values.items())
 
 

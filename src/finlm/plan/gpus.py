@@ -35,17 +35,10 @@ from finlm.plan.plan import Plan
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
 
-BF16_CAPABILITY = 8.0
-"""bf16 matrix units exist from compute capability 8.0 (Ampere) on."""
-
-
-DRIVER_SHARE = 0.006
-"""Of a GPU's memory, which the driver keeps for itself: 480 of an H100's 81,559 MiB (nvidia-smi -q, reserved)."""
-
+BF16_CAPABILITY = 8.0  # bf16 matrix units exist from Ampere on
+DRIVER_SHARE = 0.006  # of the memory, kept by the driver: 480 of an H100's 81,559 MiB (nvidia-smi -q, reserved)
 CUDNN_CAPABILITIES = (9.0, 10.0)  # Hopper, data-centre Blackwell
-
-UNKNOWN_MFU = 0.46
-"""Assumed for a kind that nobody has measured."""
+UNKNOWN_MFU = 0.46  # assumed for a kind that nobody has measured
 
 
 @dataclass(frozen=True)
@@ -93,13 +86,11 @@ class Gpu:
 def kinds() -> dict[str, Gpu]:
     """Return every kind of gpus.yaml by name, in file order; cached."""
     text = resources.files("finlm.plan").joinpath("gpus.yaml").read_text(encoding="utf-8")
-    return {name: _parse_kind(name, **row) for name, row in YAML(typ="safe").load(text)["kinds"].items()}
-
-
-def _parse_kind(name: str, **row: Any) -> Gpu:
-    """Return the GPU kind of an entry of gpus.yaml; `row` has its keys. TypeError or KeyError for a wrong one."""
-    peaks = {f"{kind}_flops": row.pop(kind) for kind in ("bf16", "fp16", "fp8", "fp32")}
-    return Gpu(name=name, memory_bytes=row.pop("memory_mib") * 2**20, **peaks, **row)
+    table = {}
+    for name, row in YAML(typ="safe").load(text)["kinds"].items():
+        peaks = {f"{unit}_flops": row.pop(unit) for unit in ("bf16", "fp16", "fp8", "fp32")}
+        table[name] = Gpu(name=name, memory_bytes=row.pop("memory_mib") * 2**20, **peaks, **row)
+    return table
 
 
 _declared: dict[str, Gpu] = {}
@@ -225,9 +216,8 @@ def attention(
     capability = min(find(host.gpu or "").compute_capability for host in cluster.hosts)
     if capability < BF16_CAPABILITY or precision == "fp32":  # the others have no fp32, or need Ampere
         return "efficient"
-    # XuanYuan-6B's on one H200, forward and backward: flash 3.22 ms, cuDNN 1.79. Slower than flash on Ampere and on
-    # consumer Blackwell (transformers#48163).
-    # Torch does not take cuDNN's where results must be deterministic.
+    # XuanYuan-6B's on one H200, forward and backward: flash 3.22 ms, cuDNN 1.79. On Ampere and consumer Blackwell cuDNN
+    # is slower (transformers#48163), and torch does not take it where results must be deterministic.
     return "cudnn" if capability in CUDNN_CAPABILITIES and not deterministic else "flash"
 
 
@@ -296,8 +286,7 @@ class MeasuredRun:
 
 def user_file() -> Path:
     """Return the path of the user's table of GPU kinds; it need not exist."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(home) / "finlm" / "gpus.yaml"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "finlm" / "gpus.yaml"
 
 
 def runs_file() -> Path:

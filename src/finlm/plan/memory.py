@@ -169,7 +169,8 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     if layout.precision == "fp8":
         attention -= 4 * hidden  # what the linear layers keep of their inputs has one byte
     if layout.trainable is not None:
-        attention, ffn = (one + more for one, more in zip((attention, ffn), _adapter_bytes(shape, layout), strict=True))
+        of_attention, of_block = _adapter_bytes(shape, layout)
+        attention, ffn = attention + of_attention, ffn + of_block
     kept = attention if layout.recompute == "selective" else attention + ffn
     return kept * layout.element_bytes // 2
 
@@ -212,8 +213,7 @@ def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
     adapted = [name for name in sides if name in layout.adapted]
     shared = [READ_A_NORM + READ_THE_OTHER] if shape.is_parallel else [READ_A_NORM, READ_THE_OTHER]
     here, block = (0, 0) if layout.compiled else (-4 * hidden, 0)
-    unread = [names for names in shared if layout.has_dropout or not set(names) & set(adapted)]
-    unread = [] if keeps_all else unread
+    unread = [names for names in shared if not keeps_all and (layout.has_dropout or not set(names) & set(adapted))]
     if layout.recompute == "selective":  # keeps the block's input in any case
         unread = [names for names in unread if names != shared[-1]]
     here -= 2 * hidden * len(unread)

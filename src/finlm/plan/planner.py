@@ -11,7 +11,6 @@ does. Memory and time are predictions (memory.py and speed.py state their errors
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
@@ -179,28 +178,30 @@ def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
     return f"{', '.join(parts)}; {slowest} sets the speed of all"
 
 
-def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int) -> str:
+def _why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> str:
     """Return the sentence on why checkpoints are synchronous: a copy in host memory does not fit.
 
     `recipe` asks for asynchronous checkpoints. Raises ValueError if it has no candidates.
     """
-    kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
+    kept = search.candidates(recipe, cluster, shape)
     need = _describe_need(min(kept, key=lambda each: (each.gpu_bytes > (each.gpu_limit or each.gpu_bytes), each.over)))
     return (
         f"training waits for checkpoints (checkpoint.asynchronous: false): with a copy in host memory {need} at least"
     )
 
 
-def nothing_fits_error(
-    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, candidates: list[Candidate]
-) -> PlanError:
+def _nothing_fits_error(recipe: Recipe, cluster: Cluster, shape: ModelShape, candidates: list[Candidate]) -> PlanError:
     """Return, without raising it, the PlanError for a recipe, none of whose `candidates` fits.
 
     It gives the smallest candidate's memory and the nearest change that would fit. If `candidates` is empty, it says
     that DeepSpeed accepts no configuration of the recipe's zero: section. Plans again to find what would fit.
     """
-    fitting, free = functools.partial(_fitting_candidates, shape, precision), search.relax_recipe(recipe)
-    others = fitting(free, cluster)
+
+    def fitting(other: Recipe, hosts: Cluster) -> list[Candidate]:
+        """Return the candidates of another recipe that fit these hosts, or []; PlanError as search.candidates()."""
+        return [each for each in search.candidates(other, hosts, shape) if each.fits]
+
+    others = fitting(search.relax_recipe(recipe), cluster)
     settings = f"set {advice.nearest_settings(recipe, others)[0]}" if others else ""
     if not candidates:
         return PlanError(
@@ -210,7 +211,12 @@ def nothing_fits_error(
             fix=settings or "set zero.stage, zero.offload_optimizer and zero.offload_param to auto",
         )
     nearest = min(candidates, key=lambda each: each.over)
-    evidence = f"the smallest of {len(candidates)} configurations needs {_describe_need(nearest)}: {_describe(nearest)}"
+    layout = nearest.layout
+    evidence = (
+        f"the smallest of {len(candidates)} configurations needs {_describe_need(nearest)}: ZeRO stage"
+        f" {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters {layout.offload_param},"
+        f" recompute {layout.recompute}, micro-batch {_format_micro_batches(nearest)}"
+    )
     evidence += "\n" + format_items(nearest.gpu_items)
     if lighter := advice.fix_checkpoints(recipe, cluster, fitting):
         fix = lighter
@@ -235,24 +241,9 @@ def _hint_at_memory(cluster: Cluster, candidates: list[Candidate]) -> str:
     return f"; or, if {name} has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
 
 
-def _describe(candidate: Candidate) -> str:
-    """Return a candidate's configuration in words."""
-    layout = candidate.layout
-    return (
-        f"ZeRO stage {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters "
-        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_format_micro_batches(candidate)}"
-    )
-
-
 def _format_micro_batches(candidate: Candidate) -> str:
     """Return the micro-batch, or unequal ones in the order of the hosts, as text."""
     return " and ".join(map(str, dict.fromkeys(candidate.micro_batches)))
-
-
-def _fitting_candidates(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
-    """Return the recipe's candidates that fit the cluster, or []. PlanError if batch.micro_batch does not match it."""
-    candidates = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
-    return [each for each in candidates if each.fits]
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
@@ -263,8 +254,8 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
     out.
     """
     gpus.check_devices(cluster)
-    precision, reasons = gpus.precision(recipe, cluster)
-    rows_per_step = _rows_per_step(recipe, cluster)
+    _, reasons = gpus.precision(recipe, cluster)
+    rows_per_step = search.count_rows_per_step(recipe, cluster)
     tokens_per_step = rows_per_step * recipe.batch.sequence_length
     if tokens_per_step != recipe.batch.tokens_per_step:
         reasons.append(
@@ -275,16 +266,16 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
     for key, sentence in rules.warmup_problems(recipe.optim, steps):
         raise PlanError(f"{key}: {sentence}", fix="lower optim.warmup_steps or train longer")
     said = recipe
-    recipe, candidates = search.candidates_or_waiting(recipe, cluster, shape, precision, rows_per_step)
+    recipe, candidates = search.candidates_or_waiting(recipe, cluster, shape)
     fitting = [each for each in candidates if each.fits]
     if not fitting:
-        raise nothing_fits_error(recipe, cluster, shape, precision, rows_per_step, candidates)
+        raise _nothing_fits_error(recipe, cluster, shape, candidates)
     chosen = search.best(fitting)
     reasons += explain_choices(recipe, chosen, candidates)
     measured = {gpus.find(host.gpu).calibrated: None for host in cluster.hosts if host.gpu}
     reasons += [sentence for sentence in measured if sentence]
     if recipe is not said:
-        reasons.append(why_waiting(said, cluster, shape, precision, rows_per_step))
+        reasons.append(_why_waiting(said, cluster, shape))
     reasons += [*shape.left_to_transformers, *warnings(recipe, cluster, chosen)]
     made = _plan(recipe, cluster, shape, chosen, steps, tuple(reasons))
     pairs = steps * rows_per_step if train_tokens is None else train_tokens // recipe.batch.sequence_length
@@ -312,7 +303,7 @@ def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) 
     Unlike make() it counts no time for DPO's reference, and gives no reason for rounded tokens or waiting checkpoints.
     """
     try:
-        recipe, candidates = _make_candidates(recipe, cluster, shape)
+        recipe, candidates = search.candidates_or_waiting(recipe, cluster, shape)
     except PlanError:
         return None
     fitting = [each for each in candidates if each.fits]
@@ -326,19 +317,9 @@ def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) 
 def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
     """Return every candidate of the recipe on this cluster, fitting or not; [] when planning raises PlanError."""
     try:
-        return _make_candidates(recipe, cluster, shape)[1]
+        return search.candidates_or_waiting(recipe, cluster, shape)[1]
     except PlanError:
         return []
-
-
-def _make_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
-    """Return (the recipe, all its candidates), the recipe with synchronous checkpoints if it fits only with them.
-
-    Raises PlanError when the cluster cannot run train.precision, or batch.micro_batch does not match it.
-    """
-    return search.candidates_or_waiting(
-        recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster)
-    )
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
@@ -406,19 +387,6 @@ def _plan(
         generation_bytes_items=memory.generation_items(shape, layout),
         gpu_mfu=kinds[0].mfu if kinds[0] and len(set(kinds)) == 1 else None,
     )
-
-
-def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the rows of a step, in whole micro-steps and GRPO groups, as near to the recipe's as possible.
-
-    Raises PlanError if batch.micro_batch does not match the hosts.
-    """
-    given = search.given_micro_batches(recipe, cluster)
-    unit = search.rows_per_micro_step(given, cluster) if given else cluster.world_size
-    if recipe.grpo is not None:
-        unit = math.lcm(unit, recipe.grpo.generations)
-    wanted = recipe.batch.tokens_per_step / recipe.batch.sequence_length
-    return max(1, round(wanted / unit)) * unit
 
 
 def _count_steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -98,20 +99,11 @@ class Candidate:
         return offloads, layout.zero_stage, recompute, self.is_unequal, -layout.micro_batch
 
 
-@dataclass(frozen=True)
-class Choices:
-    """The values that ZeRO stage, both offloads and recompute may take."""
+def _allowed_choices(recipe: Recipe) -> Iterator[tuple[int, str, str, str]]:
+    """Yield (ZeRO stage, optimizer offload, parameter offload, recompute), all combinations of the values to try.
 
-    stages: tuple[int, ...]
-    offload_optimizer: tuple[str, ...]
-    offload_param: tuple[str, ...]
-    recompute: tuple[str, ...]
-
-
-def allowed_choices(recipe: Recipe) -> Choices:
-    """Return the values to try: one that the recipe fixes is the only one; for auto all but stage 0 and NVMe.
-
-    4-bit weights leave out stage 3 and offloaded parameters; hpZ and quantized collectives leave only stage 3.
+    A value that the recipe fixes is the only one; auto means all but stage 0 and NVMe. 4-bit weights leave out stage 3
+    and offloaded parameters; hpZ and quantized collectives leave only stage 3.
     """
     zero = recipe.zero
     quantized = is_quantized(recipe)
@@ -119,11 +111,11 @@ def allowed_choices(recipe: Recipe) -> Choices:
     params = ("none",) if quantized else ("none", "cpu")
     if zero.hpz_partition_size > 1 or zero.quantized_weights or zero.quantized_gradients:
         stages = (3,)
-    return Choices(
-        stages=stages if zero.stage == "auto" else (zero.stage,),
-        offload_optimizer=("none", "stream", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,),
-        offload_param=params if zero.offload_param == "auto" else (zero.offload_param,),
-        recompute=RECOMPUTE if recipe.train.recompute == "auto" else (recipe.train.recompute,),
+    return itertools.product(
+        stages if zero.stage == "auto" else (zero.stage,),
+        ("none", "stream", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,),
+        params if zero.offload_param == "auto" else (zero.offload_param,),
+        RECOMPUTE if recipe.train.recompute == "auto" else (recipe.train.recompute,),
     )
 
 
@@ -141,19 +133,17 @@ def relax_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"zero": zero, "train": train, "batch": batch, "grpo": grpo})
 
 
-def candidates_or_waiting(
-    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
-) -> tuple[Recipe, list[Candidate]]:
-    """Return (recipe, its candidates), fitting or not. PlanError for an unknown GPU or unfit batch.micro_batch.
+def candidates_or_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
+    """Return (recipe, its candidates), fitting or not. Raises PlanError as candidates() does.
 
     If none fits and the recipe does not set checkpoint.asynchronous, returns both for false if one fits with that.
     """
-    found = list(candidates(recipe, cluster, shape, precision, rows_per_step))
-    if any(one.fits for one in found) or "asynchronous" in recipe.checkpoint.model_fields_set:
-        return recipe, found
+    computed = list(candidates(recipe, cluster, shape))
+    if any(each.fits for each in computed) or "asynchronous" in recipe.checkpoint.model_fields_set:
+        return recipe, computed
     patient = with_waiting_checkpoints(recipe)
-    others = list(candidates(patient, cluster, shape, precision, rows_per_step))
-    return (patient, others) if any(one.fits for one in others) else (recipe, found)
+    others = list(candidates(patient, cluster, shape))
+    return (patient, others) if any(each.fits for each in others) else (recipe, computed)
 
 
 def with_waiting_checkpoints(recipe: Recipe) -> Recipe:
@@ -175,20 +165,30 @@ def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> f
     )
 
 
-def candidates(
-    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
-) -> Iterator[Candidate]:
+def count_rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
+    """Return the rows of a step, in whole micro-steps and GRPO groups, as near to the recipe's as possible.
+
+    Raises PlanError if batch.micro_batch does not match the hosts.
+    """
+    given = _given_micro_batches(recipe, cluster)
+    unit = rows_per_micro_step(given, cluster) if given else cluster.world_size
+    if recipe.grpo is not None:
+        unit = math.lcm(unit, recipe.grpo.generations)
+    return max(1, round(recipe.batch.tokens_per_step / recipe.batch.sequence_length / unit)) * unit
+
+
+def candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Iterator[Candidate]:
     """Yield a candidate for every combination that the recipe allows and DeepSpeed accepts, fitting or not.
 
-    Left to auto, parameters are not offloaded alone. Raises PlanError if batch.micro_batch does not match the hosts.
+    Left to auto, parameters are not offloaded alone. Raises PlanError for an unknown GPU kind, for a train.precision
+    that the hosts cannot run, and when batch.micro_batch does not match them.
     """
-    choices, fp32_gradients = allowed_choices(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
+    precision, rows_per_step = gpus.precision(recipe, cluster)[0], count_rows_per_step(recipe, cluster)
+    fp32_gradients = recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
     has_varlen = cluster.is_cpu or (  # attention within documents by their bounds (train/batches.py)
         precision != "fp32" and all(gpus.find(host.gpu or "").has_bf16 for host in cluster.hosts)
     )
-    for stage, optimizer, param, recompute in itertools.product(
-        choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
-    ):
+    for stage, optimizer, param, recompute in _allowed_choices(recipe):
         is_refused = (param != "none" and stage < 3) or (optimizer != "none" and stage == 0)
         is_refused |= optimizer == "stream" and stage == 3
         is_refused |= precision == "fp8" and stage not in rules.FP8_STAGES
@@ -222,7 +222,7 @@ def _micro_batches(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, rows_per_step: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (each host's micro-batch, micro-steps): given, else equal, balanced on mixed GPUs. May raise PlanError."""
-    given = given_micro_batches(recipe, cluster)
+    given = _given_micro_batches(recipe, cluster)
     if given is not None:
         yield given, max(1, round(rows_per_step / rows_per_micro_step(given, cluster)))
         return
@@ -245,16 +245,16 @@ def _balanced_micro_batches(
         return
     padded = dataclasses.replace(shape, vocab=shape.padded_vocab)
     layouts = [dataclasses.replace(layout, micro_batch=rows) for rows in range(1, MAX_MICRO_BATCH["cuda"] + 1)]
-    sizes = [sum(memory.gpu_items(padded, one).values()) for one in layouts]  # rises with the rows
+    sizes = [sum(memory.gpu_items(padded, each).values()) for each in layouts]  # rises with the rows
     seconds = []
     for kind in map(gpus.find, ranks):
         fitting = layouts[: bisect.bisect_right(sizes, kind.usable_bytes)]
-        seconds.append([speed.micro_step_seconds(padded, one, kind) for one in fitting])
+        seconds.append([speed.micro_step_seconds(padded, each, kind) for each in fitting])
     for accumulation in range(1, rows_per_step // cluster.world_size + 1):
         if rows_per_step % accumulation == 0:
-            found = balance(list(ranks.values()), seconds, rows_per_step // accumulation)
-            if found is not None and len(set(found)) > 1:
-                of_kind = dict(zip(ranks, found, strict=True))
+            balanced = balance(list(ranks.values()), seconds, rows_per_step // accumulation)
+            if balanced is not None and len(set(balanced)) > 1:
+                of_kind = dict(zip(ranks, balanced, strict=True))
                 yield tuple(of_kind[host.gpu or ""] for host in cluster.hosts), accumulation
 
 
@@ -276,15 +276,15 @@ def predict(
     hosts = list(zip(cluster.hosts, micro_batches, strict=True))
     same = _with_generation_rows(recipe, cluster, shape, layout, max(micro_batches), accumulation)
     layouts = {rows: dataclasses.replace(same, micro_batch=rows) for rows in dict.fromkeys(micro_batches)}
-    kinds = {(one.slots, one.gpu, one.memory_bytes, rows): one for one, rows in hosts}  # each kind of host once
-    needed = {rows: memory.gpu_items(shape, one) for rows, one in layouts.items()}
-    items = {key: squeeze_cache(needed[key[-1]], device_memory(one)) for key, one in kinds.items()}
+    kinds = {(host.slots, host.gpu, host.memory_bytes, rows): host for host, rows in hosts}  # each kind of host once
+    needed = {rows: memory.gpu_items(shape, each) for rows, each in layouts.items()}
+    limits = {key: device_memory(host) for key, host in kinds.items()}
+    items = {key: squeeze_cache(needed[key[-1]], limit) for key, limit in limits.items()}
     sizes = {key: sum(each.values()) for key, each in items.items()}
-    limits = {key: device_memory(one) for key, one in kinds.items()}
     tight = max(kinds, key=lambda key: sizes[key] / (limits[key] or float("inf")))
     saving = host_memory.has_snapshot(recipe), host_memory.neighbour_ranks(recipe, cluster, layout)
     rams = {key: host_memory.host_items(shape, layouts[key[-1]], key[0], *saving) for key in kinds}
-    known = {key: sum(rams[key].values()) / one.memory_bytes for key, one in kinds.items() if one.memory_bytes}
+    known = {key: sum(rams[key].values()) / host.memory_bytes for key, host in kinds.items() if host.memory_bytes}
     fullest = max(known, key=lambda key: known[key]) if known else max(kinds, key=lambda key: sum(rams[key].values()))
     ram = kinds[fullest].memory_bytes
     step, tokens_per_second, seconds = None, None, {}
@@ -305,7 +305,7 @@ def predict(
         layout=layouts[max(micro_batches)],
         micro_batches=micro_batches,
         accumulation=accumulation,
-        host_gpu_bytes=tuple(sizes[one.slots, one.gpu, one.memory_bytes, rows] for one, rows in hosts),
+        host_gpu_bytes=tuple(sizes[host.slots, host.gpu, host.memory_bytes, rows] for host, rows in hosts),
         micro_step_seconds=tuple(seconds[host.gpu, rows] for host, rows in hosts) if seconds else (),
         gpu_items=items[tight],
         gpu_bytes=sizes[tight],
@@ -373,9 +373,9 @@ def device_memory(host: Host) -> int | None:
 
 def best(fitting: list[Candidate]) -> Candidate:
     """Return the simplest candidate with a worth within NEARLY_EQUAL of the highest; only roomy ones count, if any."""
-    fitting = [one for one in fitting if one.is_roomy] or fitting
-    fastest = max(one.worth for one in fitting)
-    return min((one for one in fitting if one.worth >= (1 - NEARLY_EQUAL) * fastest), key=lambda one: one.complexity)
+    fitting = [each for each in fitting if each.is_roomy] or fitting
+    most = max(each.worth for each in fitting)
+    return min((each for each in fitting if each.worth >= (1 - NEARLY_EQUAL) * most), key=lambda each: each.complexity)
 
 
 def on_more_hosts(cluster: Cluster, factor: int) -> Cluster:
@@ -389,7 +389,7 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
     return dataclasses.replace(cluster, hosts=hosts)
 
 
-def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
+def _given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
     """Return the micro-batch of each host; None for auto. Raises PlanError if batch.micro_batch's keys do not match."""
     wanted = recipe.batch.micro_batch
     if wanted == "auto":
@@ -422,7 +422,7 @@ def _micro_batch_key(wanted: dict[str, int], host: Host) -> str | None:
 
 def rows_per_micro_step(micro_batches: Sequence[int], cluster: Cluster) -> int:
     """Return the rows of a micro-step over all ranks."""
-    return sum(own * host.slots for own, host in zip(micro_batches, cluster.hosts, strict=True))
+    return sum(rows * host.slots for rows, host in zip(micro_batches, cluster.hosts, strict=True))
 
 
 def balance(ranks: Sequence[int], seconds: Sequence[Sequence[float]], wanted: int) -> tuple[int, ...] | None:
@@ -433,9 +433,9 @@ def balance(ranks: Sequence[int], seconds: Sequence[Sequence[float]], wanted: in
     """
     for limit in sorted(value for kind in seconds for value in kind):
         most = [bisect.bisect_right(kind, limit) for kind in seconds]
-        total = sum(count * own for count, own in zip(ranks, most, strict=True))
-        if total >= wanted and all(most) and (found := _lower_micro_batches(most, ranks, total - wanted)):
-            return found
+        total = sum(count * rows for count, rows in zip(ranks, most, strict=True))
+        if total >= wanted and all(most) and (lowered := _lower_micro_batches(most, ranks, total - wanted)):
+            return lowered
     return None
 
 

@@ -93,11 +93,10 @@ def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
 def rows(made: Plan) -> list[tuple[str, str]]:
     """Return the (name, value) rows, both text, of the plan's decisions, speed and time."""
     unequal = len(set(made.rank_micro_batches)) > 1
-    each = (
+    hosts = ", ".join(
         f"{host.name}: {host.slots} x {host.gpu or 'CPU rank'}" + f" (micro-batch {host.micro_batch})" * unequal
         for host in made.hosts[:4]
     )
-    hosts = ", ".join(each)
     hosts += f", ... {len(made.hosts)} hosts" if len(made.hosts) > 4 else ""
     tokens = made.steps * made.tokens_per_step
     micro_steps = made.gradient_accumulation_steps
@@ -184,10 +183,10 @@ def consult(
         return Consulted(said, [], [])
     free = planner.list_candidates(search.relax_recipe(recipe), cluster, shape)
     changes = advice.faster_changes(recipe, cluster, chosen, lambda other, hosts: planner.fastest(other, hosts, shape))
-    return Consulted(said, best_options(free, chosen), changes)
+    return Consulted(said, _best_options(free, chosen), changes)
 
 
-MOST = 5
+MOST_OPTIONS = 5
 
 
 @dataclass(frozen=True)
@@ -207,10 +206,10 @@ class Option:
     verdict: str
 
 
-def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Option]:
+def _best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Option]:
     """Return at most 5 options: the chosen candidate, the fastest others that fit, and faster ones that do not fit.
 
-    Of candidates that differ only in their micro-batch one counts (_representative).
+    Of candidates that differ only in their micro-batch, the best that fits stands for all, else the nearest to fitting.
     """
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for each in candidates:
@@ -219,22 +218,16 @@ def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Opt
         groups.setdefault(key, []).append(each)
     mine = chosen.layout
     groups.pop((mine.zero_stage, mine.offload_optimizer, mine.offload_param, mine.recompute), None)
-    stand = [_representative(group) for group in groups.values()]
+    stand = []
+    for group in groups.values():
+        able = [each for each in group if each.fits]
+        stand.append(search.best(able) if able else min(group, key=lambda each: each.over))
     fitting = sorted((each for each in stand if each.fits), key=lambda each: (not each.is_roomy, *_slowness(each)))
     faster = [each for each in stand if not each.fits and _slowness(each) < _slowness(chosen)]
     faster.sort(key=lambda each: each.over)
-    kept = fitting[: MOST - 1 - min(1, len(faster))]
-    kept += faster[: MOST - 1 - len(kept)]
+    kept = fitting[: MOST_OPTIONS - 1 - min(1, len(faster))]
+    kept += faster[: MOST_OPTIONS - 1 - len(kept)]
     return [_option(each, chosen) for each in (chosen, *kept)]
-
-
-def _representative(group: list[Candidate]) -> Candidate:
-    """Return the best candidate of a group that fits, else the one that is nearest to fitting.
-
-    The group is not empty.
-    """
-    fitting = [each for each in group if each.fits]
-    return search.best(fitting) if fitting else min(group, key=lambda each: each.over)
 
 
 def _slowness(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
@@ -265,14 +258,12 @@ def _verdict(candidate: Candidate, chosen: Candidate) -> str:
     if candidate is chosen:
         return "taken"
     if not candidate.fits:
-        need = (
-            [f"{format_bytes(candidate.gpu_bytes)} of {format_bytes(candidate.gpu_limit)} a GPU"]
-            if candidate.gpu_limit
-            else []
-        )
+        need = ""
         if candidate.host_limit and candidate.host_bytes > candidate.host_limit:
-            need = [f"{format_bytes(candidate.host_bytes)} of {format_bytes(candidate.host_limit)} usable host memory"]
-        return f"does not fit: {need[0]}" if need else "does not fit"
+            need = f"{format_bytes(candidate.host_bytes)} of {format_bytes(candidate.host_limit)} usable host memory"
+        elif candidate.gpu_limit:
+            need = f"{format_bytes(candidate.gpu_bytes)} of {format_bytes(candidate.gpu_limit)} a GPU"
+        return f"does not fit: {need}" if need else "does not fit"
     if not candidate.tokens_per_second or not chosen.tokens_per_second:
         return "fits too; has more moving parts"
     times = candidate.tokens_per_second / chosen.tokens_per_second
@@ -303,7 +294,6 @@ def _offload(plan: Plan) -> str:
     return f"optimizer {plan.offload_optimizer}, parameters {plan.offload_param}"
 
 
-# What it takes first, what was decided for it after.
 _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = (
     ("time", lambda plan: plan.days, lambda days: format_duration(days * 86400)),
     ("speed", lambda plan: plan.tokens_per_second, "{:,.0f} tokens/s".format),
@@ -328,15 +318,16 @@ _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = 
 
 def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
     """Return a Consequence for every number or decision of _NUMBERS in which plans `a` and `b` differ."""
-    found = []
+    differing = []
     for name, of, shown in _NUMBERS:
         first, second = of(a), of(b)
         if first == second:
             continue
         texts = [ABSENT if value is None else shown(value) for value in (first, second)]
         numbers = isinstance(first, int | float) and isinstance(second, int | float) and first
-        found.append(Consequence(name, first, second, texts[0], texts[1], second / first - 1 if numbers else None))
-    return found
+        change = second / first - 1 if numbers else None
+        differing.append(Consequence(name, first, second, texts[0], texts[1], change))
+    return differing
 
 
 def print_differences(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:

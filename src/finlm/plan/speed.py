@@ -33,9 +33,7 @@ HALF_SPEED_TOKENS = 720  # tokens of a micro-batch at which they do
 ATTENTION = 0.59  # share of the peak that causal attention reaches, forward and backward together
 NARROW_HEAD = 0.76  # heads of fewer than 128 numbers over others: rows of 16,384 and 32,768, one H100
 DOCUMENT_ATTENTION = 0.3  # where it ends at the end of documents of about 1,000 tokens: short tiles, many of them cut
-MASKED_ATTENTION = (
-    0.25  # by a mask of numbers, which hides the half that is not computed elsewhere: one model's windows
-)
+MASKED_ATTENTION = 0.25  # by a mask of numbers, which hides the half that others do not compute: one model's windows
 FLOAT8 = 1.96  # float8 products over bf16 ones, casts apart
 DELTA_RULE = 0.15  # share of the peak that flash-linear-attention's rule reaches; assumed
 COMPILED_BYTES = 0.9  # traffic of everything else over what its inputs and outputs amount to
@@ -52,10 +50,8 @@ TOKEN_ADAPTER = 9e-6  # and of an adapter's
 TOKEN_FLOOR = 95e-6  # seconds that a layer's products take at least: 8 to 64 rows on an H100 and an H200
 PROMPT_READ = 0.5  # of a prompt's keys and values: answers to it find them in the L2
 NF4_MOVED = 48  # bytes a weight while 4 bits become a matrix
-ADAPTER_MOVED = {
-    True: (4, 3),
-    False: (8, 4),
-}  # times an adapter's outputs and inputs are read or written; compiled, eager
+# Times an adapter's outputs and inputs are read or written: compiled, eager.
+ADAPTER_MOVED = {True: (4, 3), False: (8, 4)}
 DROPPED_MOVED = {True: 7, False: 5}  # times its inputs are for dropout
 EXPERT_MOVED = 10  # times an expert's inputs are read or written to sort, weigh and join them: one model, one H200
 BANDWIDTH = 0.75  # share of the memory's bandwidth that such kernels reach
@@ -133,24 +129,20 @@ def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool
     again = {"none": 0.0, "selective": 2 * ffn / layer, "full": 1 - ffn / layer}[layout.recompute]
     products = 2 * shape.active_matrices * tokens * (passes + again)
     float8 = FLOAT8 if layout.precision == "fp8" else 1.0
-    head = 2 * (passes + _head_again(layout, only_forward)) * _scored_tokens(layout) * shape.vocab * hidden
+    # The loss of pairs multiplies the head once more, and twice more beside adapters.
+    more = 0 if layout.sequences == 1 or only_forward else 1 + (layout.trainable is not None)
+    head = 2 * (passes + more) * _scored_tokens(layout) * shape.vocab * hidden
     # 2 h S / 2 each for scores and values forward, two and a half times that backward.
     times = 1.0 if only_forward else 3.5 + (layout.recompute == "full")
     seconds = (shape.layers * products / float8 + head) / rate
     seconds += 2 * shape.layers * _met_tokens(shape, layout) * shape.q_width * tokens * times / peak
-    seconds += DOCUMENT_TILE * shape.layers * shape.heads * _document_tiles(layout) * times / 3.5
+    if layout.has_documents:
+        tiles = 2 * layout.tokens / DOCUMENT_TOKENS * layout.attended / 128  # of a head, that attention starts
+        seconds += DOCUMENT_TILE * shape.layers * shape.heads * tiles * times / 3.5
     if shape.delta:
         seconds += shape.linear * shape.delta.flops * tokens * times / (DELTA_RULE * peak)
     moved = _moved_bytes(shape, layout) / (3 if only_forward else 1)
     return seconds + moved / (BANDWIDTH * gpu.memory_bandwidth)
-
-
-def _document_tiles(layout: Layout) -> float:
-    """Return how many tiles of a head attention starts for documents of about DOCUMENT_TOKENS; 0 without documents."""
-    if not layout.has_documents:
-        return 0.0
-    documents = 2 * layout.tokens / DOCUMENT_TOKENS
-    return documents * layout.attended / 128
 
 
 def _met_tokens(shape: ModelShape, layout: Layout) -> float:
@@ -158,11 +150,8 @@ def _met_tokens(shape: ModelShape, layout: Layout) -> float:
     if layout.has_documents and layout.attended > DOCUMENT_TOKENS:
         return shape.attended(DOCUMENT_TOKENS) / DOCUMENT_ATTENTION
     # Windows without document bounds are masks, under which a kernel goes over the whole square.
-    masks = (
-        []
-        if layout.has_documents or shape.has_sinks
-        else [window for window in shape.windows if window < layout.attended]
-    )
+    has_bounds = layout.has_documents or shape.has_sinks
+    masks = [window for window in shape.windows if window < layout.attended and not has_bounds]
     others = shape.attended(layout.attended) - sum(min(layout.attended, 2 * window) for window in masks) / shape.layers
     share = ATTENTION * (NARROW_HEAD if shape.q_width < 128 * shape.heads else 1)
     return others / share + 2 * layout.attended * len(masks) / shape.layers / MASKED_ATTENTION
@@ -173,16 +162,6 @@ def _scored_tokens(layout: Layout) -> float:
     if not layout.has_vocabulary_head:
         return 0.0
     return layout.tokens / 2 if layout.sequences > 1 else layout.tokens
-
-
-def _head_again(layout: Layout, only_forward: bool) -> int:
-    """Return how often the output head is multiplied beside the passes: in training on pairs 1, with adapters 2.
-
-    0 in a forward pass alone, and where a row is one sequence.
-    """
-    if layout.sequences == 1 or only_forward:
-        return 0
-    return 1 + (layout.trainable is not None)
 
 
 def _adapters_moved(shape: ModelShape, layout: Layout) -> float:
@@ -356,39 +335,37 @@ def _offload_seconds(
 ) -> tuple[float, float]:
     """Return (seconds on PCIe that overlap with compute, seconds of the optimizer step) of the slowest of `kinds`."""
     ranks = layout.world_size if layout.zero_stage > 0 else 1
-    own = memory.trained_parameters(shape, layout) / ranks
+    share = memory.trained_parameters(shape, layout) / ranks  # of the parameters that a rank steps
     pcie = min(kind.gpu.pcie_bytes_per_second for kind in kinds)
     moved = 0.0
     if layout.offload_param != "none":  # weights twice, gradients once
-        moved = accumulation * layout.element_bytes * (2 * shape.parameters / ranks + own)
+        moved = accumulation * layout.element_bytes * (2 * shape.parameters / ranks + share)
     if layout.offload_optimizer == "none":
         is_one_pass = layout.compiled and layout.zero_stage in (1, 2)
         each, of = (ONE_PASS_BYTES, ONE_PASS_SHARE) if is_one_pass else (STEP_BYTES_PER_PARAMETER, STEP_BANDWIDTH_SHARE)
-        return moved / pcie, each * own / (of * min(kind.gpu.memory_bandwidth for kind in kinds))
+        return moved / pcie, each * share / (of * min(kind.gpu.memory_bandwidth for kind in kinds))
     if layout.offload_optimizer == "stream":  # master and moments, 12 bytes down while 12 go up
-        memory_binds = max(own * kind.slots / (_host_speed(kind) * ADAM_PER_HOST) for kind in kinds)
-        return moved / pcie, max(12 * own / (STREAMED * pcie), memory_binds)
-    moved += 2 * layout.element_bytes * own
+        memory_binds = max(share * kind.slots / (_host_speed(kind) * ADAM_PER_HOST) for kind in kinds)
+        return moved / pcie, max(12 * share / (STREAMED * pcie), memory_binds)
+    moved += 2 * layout.element_bytes * share
     # New weights come back in fp32, before anything else can go on; weights that live on the host stay there.
-    back = 4 * own / pcie if layout.offload_param == "none" else 0.0
-    adapters = 2 * shape.count_matrices(layout.adapted)
-    tensors = len(shape.sizes) if layout.trainable is None else adapters
+    back = 4 * share / pcie if layout.offload_param == "none" else 0.0
+    tensors = len(shape.sizes) if layout.trainable is None else 2 * shape.count_matrices(layout.adapted)
     launched = HOST_TENSOR * tensors * (layout.zero_stage < 3)
-    seconds = back + launched + max(host_adam_seconds(own, layout.zero_stage, kind, threads) for kind in kinds)
+    seconds = back + launched + max(_host_adam_seconds(share, layout.zero_stage, kind, threads) for kind in kinds)
     if layout.offload_optimizer == "nvme":
-        on_host = own * max(kind.slots for kind in kinds)
+        on_host = share * max(kind.slots for kind in kinds)
         seconds += 24 * on_host / NVME_BYTES_PER_SECOND  # master and both moments, read and written
     return moved / pcie, seconds
 
 
-def host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -> float:
+def _host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -> float:
     """Return the seconds of Adam on a host's cores for `parameters` of each rank, with `threads` cores a rank.
 
     `stage` is ZeRO's; the ranks of `kind` share the host's memory.
     """
-    rate = min(
-        ADAM_PER_THREAD * threads, _host_speed(kind) * ADAM_PER_RANK, _host_speed(kind) * ADAM_PER_HOST / kind.slots
-    )
+    host = _host_speed(kind)
+    rate = min(ADAM_PER_THREAD * threads, host * ADAM_PER_RANK, host * ADAM_PER_HOST / kind.slots)
     return (ZERO3_PASSES if stage == 3 else 1.0) * parameters / rate
 
 
