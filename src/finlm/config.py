@@ -289,9 +289,6 @@ def lr_at(optim: Optim, steps: int, step: int) -> float:
     return optim.lr * max(0.0, floor + (1.0 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-SCRIPTS = {"pretrain": "pretrain_run.sh", "sft": "sft_run.sh"}
-
-
 def write_page(path: Path, parent: Path) -> list[Path]:
     """Append a section about a new recipe to README.md beside it, or write that file; return the paths written.
 
@@ -318,7 +315,7 @@ def write_page(path: Path, parent: Path) -> list[Path]:
 
 def train_command(path: Path) -> str:
     """Return the command that trains a recipe: its stage's script if here, else `finlm train`. Raises as load()."""
-    script = Path("scripts") / SCRIPTS.get(recipes.load(path).recipe.stage, "")
+    script = Path("scripts") / f"{recipes.load(path).recipe.stage}_run.sh"  # pretrain and sft have one
     return f"bash {script} {path}" if script.is_file() else f"finlm train {path}"
 
 
@@ -330,27 +327,22 @@ def _page_lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe,
     hosts = (f"{host.count * host.slots} x {host.gpu or 'CPU rank'}" for host in wanted.hardware.hosts)
     yield f"| hardware | {', '.join(hosts)} |"
     if plan is not None:
-        yield from _plan_lines(plan)
+        rows = f"micro-batch {plan.micro_batch}, {plan.tokens_per_step:,} tokens a step"
+        yield f"| plan | {plan.precision}, ZeRO-{plan.zero_stage}, {rows} |"
+        of = f" of {format_bytes(plan.gpu_memory_bytes)} a GPU" if plan.device != "cpu" else " a rank"
+        yield f"| memory (plan) | {format_bytes(plan.gpu_bytes)}{of} |"
+        length = f"{plan.steps:,} steps, {format_count(plan.steps * plan.tokens_per_step)} tokens"
+        if plan.days is not None and plan.tokens_per_second is not None:
+            time = f"{format_duration(plan.days * 86400)} at {plan.tokens_per_second:,.0f} tokens/s"
+            yield f"| time (plan) | {time}, {length} |"
+        else:  # CPU ranks
+            yield f"| length (plan) | {length} |"
     yield "| measured | not yet |"
     if settings is not None:
         yield f"| DeepSpeed settings | `{settings}` |"
     yield ""
     yield f"Chosen by us: everything that differs from `{parent}`."
     yield "Say here why, what came out, and on which hardware."
-
-
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield Markdown table rows with the plan's decisions, memory, time and length; on CPU without the time."""
-    rows = f"micro-batch {plan.micro_batch}, {plan.tokens_per_step:,} tokens a step"
-    yield f"| plan | {plan.precision}, ZeRO-{plan.zero_stage}, {rows} |"
-    of = f" of {format_bytes(plan.gpu_memory_bytes)} a GPU" if plan.device != "cpu" else " a rank"
-    yield f"| memory (plan) | {format_bytes(plan.gpu_bytes)}{of} |"
-    length = f"{plan.steps:,} steps, {format_count(plan.steps * plan.tokens_per_step)} tokens"
-    if plan.days is not None and plan.tokens_per_second is not None:
-        time = f"{format_duration(plan.days * 86400)} at {plan.tokens_per_second:,.0f} tokens/s"
-        yield f"| time (plan) | {time}, {length} |"
-    else:
-        yield f"| length (plan) | {length} |"
 
 
 if __name__ == "__main__":

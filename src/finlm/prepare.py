@@ -63,6 +63,39 @@ def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new_keys: bool =
         return shards
 
 
+def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Path:
+    """Run the prepare steps that the cache lacks, in order; return the directory of the shards. `engine` None is local.
+
+    Raises UserError for data that cannot be used, NotPrepared when a step is missing and cache.build is False.
+    """
+    context = Context(recipe, cache, engine)
+    if recipe.stage != "pretrain":
+        return convert.make_shards(context, lineage.model_directory(recipe, RUNS, must_exist=cache.build)).path
+    tokenizer_file = _existing_tokenizer(recipe, cache)
+    vocabulary.check_file(context, tokenizer_file)  # before hours of reading
+    contamination.check_benchmarks(context)
+    perplexity.check_clean_set(context)
+    inputs = steps.list_inputs(context)
+    read = steps.read_documents(context, inputs)
+    chosen = steps.select_documents(context, read, inputs)
+    tokenizer = vocabulary.make_tokenizer(context, read, chosen, tokenizer_file)
+    return encode.make_shards(context, read, chosen, tokenizer).path
+
+
+def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
+    """Return the tokenizer's file, of the recipe or of its start model, which may be fetched; None if to be trained.
+
+    Raises UserError if there is none, NotPrepared if the start model is not here and the cache may not build.
+    """
+    path, settings = recipe.tokenizer.path, recipe.tokenizer
+    if path is None and settings.vocab_size is not None:
+        return None
+    model = (
+        Path(path).expanduser() if path is not None else lineage.model_directory(recipe, RUNS, must_exist=cache.build)
+    )
+    return vocab.find(model)
+
+
 def check_engine(recipe: Recipe) -> None:
     """Raise UserError when data.engine is ray, data are to be prepared, and the package ray is not installed."""
     if recipe.data.engine == "ray" and recipe.data.prepared is None:
@@ -249,37 +282,6 @@ def _check_dialogues(recipe: Recipe, shards: Shards) -> None:
         )
 
 
-def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Path:
-    """Run the prepare steps that the cache lacks, in order; return the directory of the shards. `engine` None is local.
-
-    Raises UserError for data that cannot be used, NotPrepared when a step is missing and cache.build is False.
-    """
-    context = Context(recipe, cache, engine)
-    if recipe.stage != "pretrain":
-        return convert.make_shards(context, lineage.model_directory(recipe, RUNS, must_exist=cache.build)).path
-    tokenizer_file = _existing_tokenizer(recipe, cache)
-    vocabulary.check_file(context, tokenizer_file)  # before hours of reading
-    for check in (contamination.check_benchmarks, perplexity.check_clean_set):
-        check(context)
-    inputs = steps.list_inputs(context)
-    read = steps.read_documents(context, inputs)
-    chosen = steps.select_documents(context, read, inputs)
-    tokenizer = vocabulary.make_tokenizer(context, read, chosen, tokenizer_file)
-    return encode.make_shards(context, read, chosen, tokenizer).path
-
-
-def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
-    """Return the tokenizer's file, of the recipe or of its start model, which may be fetched; None if to be trained.
-
-    Raises UserError if there is none, NotPrepared if the start model is not here and the cache may not build.
-    """
-    path, settings = recipe.tokenizer.path, recipe.tokenizer
-    if path is None and settings.vocab_size is not None:
-        return None
-    model = Path(path).expanduser() if path else lineage.model_directory(recipe, RUNS, must_exist=cache.build)
-    return vocab.find(model)
-
-
 def run_tokens(recipe: Recipe, shards: Shards) -> int:
     """Return the tokens that the run reads (train.steps, tokens or epochs), unrounded. Raises as open_rows() does."""
     train, step = recipe.train, recipe.batch.tokens_per_step
@@ -338,6 +340,37 @@ def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
         ]
     how = dialogues.packing_of(recipe) if "stage" in shards.manifest else recipe.data.packing
     return Reading(how, length, len(rows), read)
+
+
+def check_mixture(stages: Sequence[Stage], run_tokens: int) -> None:
+    """Raise UserError when the stages together are longer than the run: the last would be cut short or left out."""
+    budgets = sum(sum(stage.tokens.values()) for stage in stages if stage.tokens)
+    left = run_tokens * (1 - sum(stage.share or 0.0 for stage in stages)) - budgets
+    rounding = 1e-9 * run_tokens
+    if left < -rounding or (left <= rounding and any(stage.tokens is None and stage.share is None for stage in stages)):
+        raise UserError(
+            "data.mixture: the stages are longer than the run, so the last would be cut short or left out",
+            evidence=f"their tokens are {budgets:,}, those of the run {run_tokens:,}, and with the shares given "
+            f"{round(max(left, 0)):,} are left",
+            fix="lower data.mixture[i].tokens or share, or train longer",
+        )
+
+
+def describe_sources(
+    ranges: Mapping[str, range], parts: Sequence[packing.Part], sequence_length: int
+) -> list[SourceReading]:
+    """Return what the run reads of each source. `ranges` are row ids by source, `parts` say how many rows are read."""
+    rows = np.sum([part.rows for part in parts], axis=0)
+    return [
+        SourceReading(
+            source=name,
+            tokens=int(count) * sequence_length,
+            share=float(count / rows.sum()),
+            epochs=float(count / len(ranges[name])) if len(ranges[name]) else 0.0,
+            share_by_part=[part.rows[number] / (part.end - part.start) for part in parts],
+        )
+        for number, (name, count) in enumerate(zip(ranges, rows.tolist(), strict=True))
+    ]
 
 
 def print_reading(reading: Reading) -> None:
@@ -404,34 +437,3 @@ def _decode_row(tokenizer: pretrained.Tokenizer, ids: Sequence[int], masked: Seq
             part += tokenizer.decode(some) if name is None else name * len(some)
         text += f"⟦{part}⟧" if is_masked else part
     return text
-
-
-def check_mixture(stages: Sequence[Stage], run_tokens: int) -> None:
-    """Raise UserError when the stages together are longer than the run: the last would be cut short or left out."""
-    budgets = sum(sum(stage.tokens.values()) for stage in stages if stage.tokens)
-    left = run_tokens * (1 - sum(stage.share or 0.0 for stage in stages)) - budgets
-    rounding = 1e-9 * run_tokens
-    if left < -rounding or (left <= rounding and any(stage.tokens is None and stage.share is None for stage in stages)):
-        raise UserError(
-            "data.mixture: the stages are longer than the run, so the last would be cut short or left out",
-            evidence=f"their tokens are {budgets:,}, those of the run {run_tokens:,}, and with the shares given "
-            f"{round(max(left, 0)):,} are left",
-            fix="lower data.mixture[i].tokens or share, or train longer",
-        )
-
-
-def describe_sources(
-    ranges: Mapping[str, range], parts: Sequence[packing.Part], sequence_length: int
-) -> list[SourceReading]:
-    """Return what the run reads of each source. `ranges` are row ids by source, `parts` say how many rows are read."""
-    rows = np.sum([part.rows for part in parts], axis=0)
-    return [
-        SourceReading(
-            source=name,
-            tokens=int(count) * sequence_length,
-            share=float(count / rows.sum()),
-            epochs=float(count / len(ranges[name])) if len(ranges[name]) else 0.0,
-            share_by_part=[part.rows[number] / (part.end - part.start) for part in parts],
-        )
-        for number, (name, count) in enumerate(zip(ranges, rows.tolist(), strict=True))
-    ]

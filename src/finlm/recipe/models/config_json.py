@@ -97,6 +97,8 @@ def hub_errors(problem: str, fix: str) -> Iterator[None]:
     If the Hub's host name cannot be resolved, the block runs with constants.HF_HUB_OFFLINE set and reads only the
     cache: the client would retry for half a minute.
     """
+    import socket
+    from urllib.parse import urlsplit
     from urllib.request import getproxies
 
     from huggingface_hub import constants
@@ -106,7 +108,11 @@ def hub_errors(problem: str, fix: str) -> Iterator[None]:
     of_connection: type[Exception] = HfHubHTTPError.__mro__[1]
     was_offline, reason = constants.HF_HUB_OFFLINE, ""
     if not was_offline and not getproxies():
-        reason = _unknown_host(constants.ENDPOINT)
+        host = urlsplit(constants.ENDPOINT).hostname or ""
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            reason = f"{host}: {error.strerror or error}; is there a network?"
     constants.HF_HUB_OFFLINE = was_offline or bool(reason)
     try:
         yield
@@ -116,19 +122,6 @@ def hub_errors(problem: str, fix: str) -> Iterator[None]:
         raise UserError(problem, evidence=said, fix=fix) from None
     finally:
         constants.HF_HUB_OFFLINE = was_offline
-
-
-def _unknown_host(url: str) -> str:
-    """Return why the host of a URL cannot be resolved here, or "" when it can."""
-    import socket
-    from urllib.parse import urlsplit
-
-    host = urlsplit(url).hostname or ""
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        return f"{host}: {error.strerror or error}; is there a network?"
-    return ""
 
 
 def read_config(path: Path) -> traits.Config:
