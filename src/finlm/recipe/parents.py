@@ -133,14 +133,13 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
     parent = _parent(init_from, model.get("revision"), load, is_needed=not is_complete)
     if parent is None:
         return [], {}
-    mistakes = list(_reward_model_mistakes(values["stage"], init_from, parent))
+    mistakes = list(_start_mistakes(values["stage"], model, init_from, parent))
     mistakes += [
         (f"model.{key}", f"{model[key]}, but {init_from} has {parent.model[key]}: leave it out")
         for key in SHAPE
         if model.get(key, "auto") not in ("auto", None) and key in parent.model
         if parent.model[key] not in ("auto", None, model[key])
     ]
-    mistakes += _config_mistakes(model, init_from, parent)
     filled = {f"model.{key}": init_from for key in parent.model if key not in model}
     values["model"] = {**parent.model, **model, "config": parent.config}
     if "tokenizer" not in values:
@@ -159,15 +158,15 @@ def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], 
     parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None
     if parent is None:
         return [], {}
-    mistakes = [*_config_mistakes(model, str(init_from), parent), *_shape_mistakes(model, str(init_from), parent)]
-    filled = {} if "config" in model else {"model.config": str(init_from)}
+    named = str(init_from)
+    mistakes = [*_start_mistakes("pretrain", model, named, parent), *_shape_mistakes(model, named, parent)]
+    filled = {} if "config" in model else {"model.config": named}
     model["config"] = parent.config
     return mistakes, filled
 
 
 def _shape_mistakes(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
     """Yield (key, mistake) where a pretraining recipe's `model` differs from its start in shape, RoPE or epsilon."""
-    yield from _reward_model_mistakes("pretrain", init_from, parent)
     if model.get("former_rope_theta") and len(traits.ropes(parent.config or {})) > 1:
         yield "model.former_rope_theta", f"{init_from} has a RoPE for each kind of layer, of which none can be changed"
     for key in _HELD:  # the vocabulary may grow
@@ -183,14 +182,10 @@ def _shape_mistakes(model: Keys, init_from: str, parent: Parent) -> Iterator[tup
         yield "model.norm_eps", f"{wanted}, but {init_from} has {theirs}: write that"
 
 
-def _reward_model_mistakes(stage: str, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """Yield (key, mistake) if a stage other than reward starts from a reward model, which has no head for text."""
-    if stage != "reward" and parent.is_judge:
+def _start_mistakes(stage: str, model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+    """Yield (key, mistake) if a stage but reward starts from a reward model, and for other values in model.config."""
+    if stage != "reward" and parent.is_judge:  # it has no head for text
         yield "model.init_from", f"{init_from} is a reward model; stage {stage} starts from one that writes"
-
-
-def _config_mistakes(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """Yield (key, mistake) for each key of the recipe's model.config that differs from the start's config.json."""
     written, theirs = model.get("config"), parent.config or {"model_type": "llama"}
     for key, value in written.items() if isinstance(written, dict) else ():
         if value != theirs.get(key):
@@ -268,8 +263,13 @@ def export_of(key: str, named: str) -> str:
 
     Raises UserError for a run without an export, for a checkpoint and for adapters.
     """
-    path = Path(named)
-    refusals.refuse_adapters(key, path)
+    path, adapters = Path(named), Path(named) / "adapter_config.json"
+    if adapters.is_file():
+        raise UserError(
+            f"{key}: {named} holds adapters, not a model",
+            evidence=f"{adapters}: of {files.read_json(adapters).get('base_model_name_or_path')}",
+            fix="merge them into that model (finlm export does without --adapter, peft's merge_and_unload otherwise)",
+        )
     is_run, is_checkpoint = (path / "plan.json").is_file(), path.parent.name == "checkpoints" and path.is_dir()
     if is_run and (path / "export" / "config.json").is_file():
         return str(path / "export")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
-from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
 
@@ -29,17 +27,6 @@ def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> Non
     """
     refuse_unsupported(config, f"model.init_from: {init_from}", longest)
     check_admitted(config)
-
-
-def refuse_adapters(key: str, directory: Path) -> None:
-    """Raise UserError for a directory of adapters that `key` names as a model."""
-    path = directory / "adapter_config.json"
-    if path.is_file():
-        raise UserError(
-            f"{key}: {directory} holds adapters, not a model",
-            evidence=f"{path}: of {files.read_json(path).get('base_model_name_or_path')}",
-            fix="merge them into that model (finlm export does without --adapter, peft's merge_and_unload otherwise)",
-        )
 
 
 def notices(config: traits.Config) -> Iterator[str]:
