@@ -160,10 +160,7 @@ class Block:
         return Block(changed, self.limits, self._places, flags)
 
     def remove(self, places: Places) -> Block:
-        """Return a block without the characters at these places, which where() gave, in any order and no place twice.
-
-        Returns the block itself for no places.
-        """
+        """Return the block without the characters at these places of where(), in any order and no place twice."""
         if not len(places):
             return self
         places = np.sort(places)
@@ -234,10 +231,7 @@ def compress(block: Block) -> Block:
 
 
 def find_boilerplate(block: Block) -> list[int]:
-    """Return the index of the text of each boilerplate line (normalize.is_boilerplate) in texts of two lines or more.
-
-    A text with several such lines is there several times.
-    """
+    """Return the index of the text of each boilerplate line, in texts of two lines or more; some are there twice."""
     text, begins, ends = block.lines()
     at = begins.copy()
     for _ in range(8):
@@ -279,10 +273,7 @@ def _widths() -> Codes:
 
 
 def convert_widths(block: Block) -> Block:
-    """Return a block with , ; : ! ? and brackets beside Chinese in full width, and ％ ＋ and the like in ASCII.
-
-    Each text is what normalize.convert_widths() returns, which has the conditions.
-    """
+    """Return a block with the marks and brackets that normalize.convert_widths() changes, under its conditions."""
     wide, marks = block.where(WIDE), block.where(MARK)
     widths, codes = _widths(), block.codes
     marks = marks[~block.is_limit(marks)]

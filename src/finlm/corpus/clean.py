@@ -46,10 +46,7 @@ _MOJIBAKE = re.compile("\ufffd|锟斤拷|烫烫烫|屯屯屯|ï»¿|ï¿½|[ÃÂ
 
 
 def garbled(text: str) -> str | None:
-    """Return "garbled" if the text's encoding was lost, else None.
-
-    It was lost if there are more than two replacement sequences, and more than one in 200 characters.
-    """
+    """Return "garbled" if over two replacement sequences, and over one in 200 characters, say that bytes were lost."""
     if _SUSPECT.search(text):
         lost = len(_MOJIBAKE.findall(text))
         if lost > 2 and 200 * lost > len(text):
@@ -82,10 +79,7 @@ def _names_numbers(text: str, digits: int) -> bool:
 
 
 def symbols(most: float, text: str) -> str | None:
-    """Return "symbols" if more than the share `most` of a text's visible characters are punctuation and symbols.
-
-    Texts of fewer than 50 characters pass.
-    """
+    """Return "symbols" for 50 characters or more with over the share `most` of symbols among the visible ones."""
     digits, letters, others = _count_kinds(text)
     if len(text) < ENOUGH or others * (1 - most) <= most * (digits + letters):
         return None
@@ -168,10 +162,7 @@ VERSION = 6
 
 
 class Cleaner:
-    """Maps a raw text to (clean text, None) or ("", reason), by these settings.
-
-    Raises UserError for a keyword list that cannot be read or has no words.
-    """
+    """Maps a raw text to (clean text, None) or ("", reason). Raises UserError for an unreadable keyword list."""
 
     def __init__(self, settings: Clean) -> None:
         self.settings = settings
@@ -209,10 +200,7 @@ load = lru_cache(1)(Cleaner)  # a keyword list is an automaton of megabytes
 
 
 def depends_on(settings: Clean) -> dict[str, object]:
-    """Return what the cleaned documents depend on: the rules and the words of the keyword list, for step keys.
-
-    Raises UserError for a keyword list that cannot be read or has no words.
-    """
+    """Return the rules and the words of the keyword list, for step keys. Raises UserError for an unreadable list."""
     chosen = settings.model_dump(exclude={"perplexity"})
     if settings.bad_keywords is not None:
         chosen["bad_keywords"] = sorted(read_keywords(settings.bad_keywords))
@@ -234,10 +222,7 @@ def _changes(settings: Clean) -> Iterator[tuple[str, Callable[[str], str]]]:
 
 
 def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
-    """Yield (key of data.clean, filter), in order, for the filters that the settings ask for.
-
-    Raises UserError for a keyword list that cannot be read or has no words.
-    """
+    """Yield (key of data.clean, filter) of the settings, in order. Raises UserError for an unreadable keyword list."""
     if settings.garbled:
         yield "garbled", garbled
     if settings.max_digits < 1:

@@ -68,10 +68,7 @@ class Hit:
 
 
 def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
-    """Yield the questions of CSV files with a column `question` and options A to F.
-
-    Raises UserError for a file that cannot be read or has no such column.
-    """
+    """Yield the questions of CSV files; raises UserError for one without a column `question`, or unreadable."""
     fix = "data.decontaminate takes CSV files with a column question (and A, B, C, D)"
     for path in paths:
         for line, row in read_csv(path, ("question",), fix):
@@ -347,10 +344,7 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
 
 
 def _find_files(context: Context, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match these patterns, each once.
-
-    A pattern without files raises UserError, or NotPrepared if the cache may not build.
-    """
+    """Return the files that match, each once. None: UserError, or NotPrepared if the cache may not build."""
     paths: list[Path] = []
     for pattern in patterns:
         matching = sources.expand(pattern)

@@ -9,6 +9,7 @@ or the encoder. Memory is a chunk or two per worker. Rows are made of documents 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,10 +98,7 @@ def encode_chunk(task: Task) -> Arrays:
 
 @cache
 def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
-    """Return gigatoken's encoder if `name` is gigatoken, else (any other name) the library's; cached.
-
-    Raises UserError if the tokenizer cannot be read.
-    """
+    """Return gigatoken's encoder for "gigatoken", else the library's; cached. UserError if unreadable."""
     return encoders.Gigatoken(tokenizer) if name == "gigatoken" else encoders.reference(tokenizer)
 
 
@@ -152,25 +150,22 @@ def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_
     """
     for split in SPLITS:
         (directory / split).mkdir()
-    streams: dict[tuple[str, Split], _Stream] = {}
+    entries: dict[Split, list[ShardEntry]] = {split: [] for split in SPLITS}
     used = max(1, text_bytes // readers.BLOCK_BYTES)  # a worker takes 0.3 s to start
     with step_cache.bar("shards", text_bytes, fast_bytes=20_000_000) as advance:
         kept = context.map_kept("encoded", encode_chunk, [(task.key(), task) for task in tasks], used)
-        before = ""
-        for task, arrays in zip(tasks, kept, strict=True):
-            for key in ((before, split) for split in SPLITS if before != task.source):
-                if key in streams:
-                    streams[key].close()  # its last chunk has come: the tasks are in the order of the sources
-            before = task.source
-            for split in (split for split in SPLITS if f"{split}.ids" in arrays):
-                encoded = Encoded(*(arrays[f"{split}.{name}"] for name in Encoded._fields))
-                if (task.source, split) not in streams:
-                    streams[task.source, split] = _Stream(directory, split, task.source, context.data.shard_tokens)
-                streams[task.source, split].add(encoded)
-                advance(int(encoded.text_bytes.sum()))
-    for stream in streams.values():
-        stream.close()
-    return [entry for split in SPLITS for key, stream in streams.items() if key[1] == split for entry in stream.entries]
+        # The tasks of a source follow one another: sources.check_names() lets no other entry have its name.
+        for source, chunks in itertools.groupby(zip(tasks, kept, strict=True), lambda pair: pair[0].source):
+            streams = [_Stream(directory, split, source, context.data.shard_tokens) for split in SPLITS]
+            for _, arrays in chunks:
+                for stream in (stream for stream in streams if f"{stream.split}.ids" in arrays):
+                    encoded = Encoded(*(arrays[f"{stream.split}.{name}"] for name in Encoded._fields))
+                    stream.add(encoded)
+                    advance(int(encoded.text_bytes.sum()))
+            for stream in streams:
+                stream.close()
+                entries[stream.split] += stream.entries
+    return [entry for split in SPLITS for entry in entries[split]]
 
 
 class _Stream:
@@ -231,10 +226,7 @@ class _Shard:
         self._file = self.path.open("wb")
 
     def append(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]) -> None:
-        """Write the ids of documents to the .bin and remember their lengths.
-
-        `ids` has them end to end; `lengths` (tokens) and `text_bytes` are [documents].
-        """
+        """Write the ids of documents, end to end, to the .bin; remember their lengths in tokens and in bytes."""
         data = np.ascontiguousarray(ids).data.cast("B")
         self._file.write(data)
         self._sha256.update(data)
@@ -243,11 +235,7 @@ class _Shard:
         self._lengths.append(lengths)
 
     def close(self) -> ShardEntry:
-        """Sync and close the .bin, write the .idx, and return the manifest entry.
-
-        The .idx has 0 and then the end of each document in tokens, as little-endian uint64. Raises ValueError without
-        documents.
-        """
+        """Close the .bin, write where documents end as .idx, and return the manifest entry. ValueError if empty."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -420,10 +408,7 @@ def _refuse_or_say(context: Context, library: str, different: str) -> None:
 
 
 def _choose_dtype(context: Context, vocab_size: int) -> str:
-    """Return the type of the shards' ids, uint16 or uint32; auto means uint16 up to 65,536 pieces.
-
-    Raises UserError when data.token_dtype is too small for the tokenizer.
-    """
+    """Return uint16 up to 65,536 pieces, else uint32. Raises UserError when data.token_dtype is too small."""
     wanted = context.data.token_dtype
     if wanted == "uint16" and vocab_size > 65536:
         raise UserError(

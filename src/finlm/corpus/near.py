@@ -207,10 +207,7 @@ _KEPT_FACTS = 20_000  # documents: about 40 MB
 
 @lru_cache(maxsize=1)
 def load_verifier(search: Search) -> Verifier:
-    """Return the Verifier of a search, with its caches; the last is kept in the process for all tasks of the search.
-
-    Reads the catalog in the search's directory; raises FileNotFoundError without it.
-    """
+    """Return the Verifier of a search, kept in the process; FileNotFoundError without the search's catalog."""
     return Verifier(ngrams.Catalog.read(search.directory), search.threshold, by_facts=not search.is_leak)
 
 

@@ -130,10 +130,7 @@ def hash_at(codes: npt.NDArray[np.uint32], places: Numbers, n: int) -> npt.NDArr
 
 
 def blocks(data: bytes, ends: Numbers) -> Iterator[tuple[int, bytes, npt.NDArray[np.int64]]]:
-    """Yield (index of the first document, UTF-8 bytes, end of each document in them) of data cut between documents.
-
-    A block has at most 256 KiB; a longer document is a block by itself.
-    """
+    """Yield (first document, UTF-8 bytes, end of each document in them): up to 256 KiB or one document at a time."""
     limits = np.concatenate(([0], np.asarray(ends, dtype=np.int64)))
     first = 0
     while first < len(ends):
@@ -184,10 +181,7 @@ def sign_block(data: bytes, ends: Numbers, sizes: Numbers | None = None) -> Sign
 
 
 def band_keys(signatures: Signatures) -> Keys:
-    """Return a key per band and document, uint64 [BANDS, documents], equal if the band's signature values are equal.
-
-    Different values have the same key once in 2**64 pairs.
-    """
+    """Return a key per band and document, uint64 [BANDS, documents]; equal values have equal keys."""
     total = np.zeros((len(signatures), BANDS), dtype=np.uint64)
     for row in range(ROWS):
         total *= GOLDEN
@@ -196,19 +190,13 @@ def band_keys(signatures: Signatures) -> Keys:
 
 
 def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float32]:
-    """Return the estimated Jaccard similarity of each pair of rows: float32 [rows].
-
-    The standard error is 0.035 at a similarity of 0.8, and more for short texts.
-    """
+    """Return the estimated Jaccard similarity of each pair of rows; the standard error is 0.035 at 0.8."""
     share: npt.NDArray[np.float32] = np.count_nonzero(left == right, axis=1).astype(np.float32) / np.float32(BINS)
     return share
 
 
 def _long_document_minima(data: bytes) -> npt.NDArray[np.uint32]:
-    """Return the smallest hash of each bin of a single document: uint32 [1, BINS].
-
-    Works piece by piece: 100 MB at once would take 2 GB of memory.
-    """
+    """Return what _minima() does for one document, piece by piece: 100 MB at once would take 2 GB of memory."""
     minima = np.full((1, BINS), _EMPTY, dtype=np.uint32)
     before = np.empty(0, dtype=np.uint32)  # characters of 5-grams that end in the next piece
     start = 0
@@ -224,10 +212,7 @@ def _long_document_minima(data: bytes) -> npt.NDArray[np.uint32]:
 
 
 def _minima(text: Characters) -> npt.NDArray[np.uint32]:
-    """Return the smallest hash of each bin, of each document's 5-grams: uint32 [documents, BINS].
-
-    It is _EMPTY where a bin has no hash.
-    """
+    """Return the smallest 5-gram's hash of each bin, uint32 [documents, BINS]; _EMPTY for a bin without one."""
     lengths = np.diff(text.starts)
     minima = np.full(len(lengths) * BINS, _EMPTY, dtype=np.uint32)
     hashes = windows(text.codes, SHINGLE)
@@ -241,10 +226,7 @@ def _minima(text: Characters) -> npt.NDArray[np.uint32]:
 
 
 def _densify(minima: npt.NDArray[np.uint32]) -> Signatures:
-    """Return signatures of 16 bits per bin; an empty bin takes the value of the last full bin before it.
-
-    The bins count as a circle; without any full bin all values are 0.
-    """
+    """Return signatures of 16 bits per bin; an empty bin takes the value of the last full one, round the end."""
     full = minima != _EMPTY
     values = minima.astype(np.uint64)
     values += np.arange(1, BINS + 1, dtype=np.uint64) << np.uint64(32)  # equal minima of different bins differ

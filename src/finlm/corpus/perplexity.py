@@ -135,10 +135,7 @@ class Model:
 
 
 def train_model(text: ngrams.Characters, order: int) -> Model:
-    """Return a model of n-grams of 1 to `order` characters, trained on these documents, which are folded first.
-
-    Needs about 60 bytes of memory per character.
-    """
+    """Return a model of n-grams of 1 to `order` characters of the folded text; takes 60 bytes of memory each."""
     text = fold_characters(text)
     grams, left = [], []
     for size, (count, hashes, contexts) in _counts(text, order):
@@ -219,10 +216,7 @@ def measure_perplexity(context: Context, read: Documents) -> Step | None:
 
 
 def limit(settings: Clean, step: Step) -> float:
-    """Return the ln perplexity above which a document is dropped.
-
-    It is ln max_perplexity, or if that is auto, mean + sigmas * deviation of the clean set.
-    """
+    """Return the ln perplexity above which a document is dropped: max_perplexity, or for auto mean + sigmas."""
     assert settings.perplexity is not None  # else there is no step
     if settings.perplexity.max_perplexity != "auto":
         return math.log(settings.perplexity.max_perplexity)

@@ -60,10 +60,7 @@ class Expected:
 
     @property
     def token_file(self) -> Path:
-        """The file in the cache that a host sees if it shares the cache.
-
-        It ends in .tmp, so that it is removed with what a killed run leaves.
-        """
+        """The file by which a host sees that it shares the cache; .tmp is removed after a kill."""
         return self.cache / f".ray-{self.token}.tmp"
 
 
@@ -214,10 +211,7 @@ class RayEngine:
         yield self._connect().map_in_order
 
     def shares_cache(self) -> bool:
-        """Return whether all hosts of the cluster share data.cache_dir; connect to it first if that is not done.
-
-        Raises UserError if the cluster or a host cannot be used.
-        """
+        """Return whether all hosts share data.cache_dir; connects first, with the UserErrors of _connect()."""
         return self._connect().shares_cache
 
     def _connect(self) -> _Connection:
@@ -301,10 +295,7 @@ class _Connection:
         self._work = ray.remote(num_cpus=1, max_retries=RETRIES)(work)
 
     def check_hosts(self) -> None:
-        """Check every host with workers by check_host, print the workers, and start the Store if a host needs it.
-
-        A host needs it if it does not share data.cache_dir. Raises UserError for a host that cannot be used.
-        """
+        """Check every host, print the workers, and start the Store if a host does not share the cache."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

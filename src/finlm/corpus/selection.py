@@ -288,10 +288,7 @@ class Selection:
 
 
 def count_decisions(table: Table, decision: Decisions, inputs: Sequence[documents.InputRead]) -> SourceCounts:
-    """Return {source: {rows, broken, cleaned, a count for each of NAMES, bytes, held_out_bytes}}.
-
-    `cleaned` counts rows dropped by cleaning, `bytes` the text of the training documents.
-    """
+    """Return {source: {rows, broken, cleaned: dropped by cleaning, each of NAMES, bytes, held_out_bytes}}."""
     counts: SourceCounts = {}
     for number, item in enumerate(inputs):
         here = table.rows_of(number)

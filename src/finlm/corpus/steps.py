@@ -144,7 +144,7 @@ def make_synthetic(context: Context, settings: Synthetic) -> Step:
 
 
 def generator_files() -> list[Path]:
-    """Return the sorted files that the embedded corpus depends on: code, phrases and names in finlm/world."""
+    """Return the sorted files in finlm/world that the embedded corpus depends on: code, phrases and names."""
     world = Path(__file__).parents[1] / "world"
     return sorted(path for path in world.rglob("*") if path.suffix in (".py", ".txt", ".toml"))
 

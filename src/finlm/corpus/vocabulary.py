@@ -68,15 +68,15 @@ def choose_sample(
             here, size = here[fitting], size[fitting]
             chosen[here[: np.searchsorted(np.cumsum(size), share, side="right")]] = True
         elif share:
-            chosen[here[np.argmin(size)]] = True  # lines() takes its beginning
+            chosen[here[np.argmin(size)]] = True  # each is longer than the share; lines() takes its beginning
     return chosen
 
 
 def shares(available: Mapping[str, int], wanted: int, weights: Mapping[str, float] | None) -> dict[str, int]:
     """Return {source: bytes to take}, together `wanted` or everything that is available.
 
-    In proportion to the weights (0 for a source without weight), or to the text when weights is None. A source with
-    less text than its share gives all of it, and the others share the rest.
+    In proportion to the weights (0 for a source without weight), or to the text without any. A source with less text
+    than its share gives all of it, and the others share the rest.
     """
     result, left = dict.fromkeys(available, 0), wanted
     given: Mapping[str, float] = available if weights is None else weights
@@ -154,10 +154,7 @@ def compressions(tokenizer: Step) -> dict[str, Compression]:
 
 
 def compression_table(measured: Mapping[str, Compression]) -> list[str]:
-    """Return aligned lines of source, bytes per token and characters per token, below a header.
-
-    Of several tokenizers, in the order of Compression.tokens, the numbers are joined by ->.
-    """
+    """Return aligned lines of source, bytes and characters per token; of several tokenizers joined by ->."""
     rows: list[tuple[str, ...]] = [("source", "bytes a token", "characters a token")]
     for source, row in measured.items():
         sizes = (row.bytes, row.characters)
@@ -189,10 +186,7 @@ def check_file(context: Context, file: Path | None) -> None:
 
 
 def special_ids(context: Context, file: Path) -> tuple[int | None, int | None]:
-    """Return the ids of tokenizer.document_begin and document_end; None for a key that the recipe does not set.
-
-    Raises UserError for a token that the tokenizer does not have.
-    """
+    """Return the ids of document_begin and document_end, None where unset; UserError if the tokenizer lacks one."""
     settings = context.recipe.tokenizer
     given = {"document_begin": settings.document_begin, "document_end": settings.document_end}
     if not any(given.values()):
@@ -220,8 +214,13 @@ def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: P
     else:
         if not context.cache.build and not file.is_file():
             raise NotPrepared("tokenizer")
-        extends = context.recipe.tokenizer.extend_to is not None
-        step = _extend_tokenizer(context, read, chosen, file) if extends else _copy_tokenizer(context, file)
+        if context.recipe.tokenizer.extend_to is not None:
+            step = _extend_tokenizer(context, read, chosen, file)
+        else:
+            kind = tokenizer_json if encoders.is_json(file) else vocab
+            kind.load(file)  # tells a file that cannot be read; the fingerprint takes any
+            depends_on = {"version": kind.VERSION, "sha256": kind.fingerprint(file)}
+            step = context.cache.step("tokenizer", depends_on, lambda directory: kind.copy(file, directory), 0)
     made = step.manifest
     about = f"{made['vocab_size']:,} pieces, sha256 {made['sha256'][:16]}"
     if "old_pieces" in made:
@@ -235,18 +234,6 @@ def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: P
         for line in compression_table(compressions(step)):
             screen.say(f"  {line}")
     return step
-
-
-def _copy_tokenizer(context: Context, path: Path) -> Step:
-    """Run the step `tokenizer` unless cached: copy an existing tokenizer.
-
-    Raises UserError if it is unreadable or names no </s>, NotPrepared if the step is missing and the cache may not
-    build.
-    """
-    kind = tokenizer_json if encoders.is_json(path) else vocab
-    kind.load(path)
-    depends_on = {"version": kind.VERSION, "sha256": kind.fingerprint(path)}
-    return context.cache.step("tokenizer", depends_on, lambda directory: kind.copy(path, directory), 0)
 
 
 def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> Step:
@@ -313,10 +300,7 @@ def _depends_on(context: Context, chosen: Selection) -> dict[str, object]:
 
 
 def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iterator[str]:
-    """Choose the sample, print its size, and return its lines as an iterator.
-
-    Raises UserError when the sample would not fit in memory, and for weights of an unknown source.
-    """
+    """Return the lines of a sample, whose size is printed. UserError if it is too large, or a weight is wrong."""
     settings = context.recipe.tokenizer
     table, sources = selection.Table.read(read.chunks), [item.source for item in read.inputs]
     wanted = choose_sample(table, chosen.decisions(), sources, settings.sample_bytes, settings.sample_weights)

@@ -52,10 +52,7 @@ _FILES_IN_RESERVE = 24  # queues, the step's own files, modules being imported
 
 
 def limit_workers(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
-    """Return the number of workers to use, at least 1, and a sentence on the limit that binds ("" if `asked` are used).
-
-    `limits` is {reason: largest number of workers}, not empty.
-    """
+    """Return (workers to use, at least 1; which of the limits {reason: most workers} binds, "" for none)."""
     reason, limit = min(limits.items(), key=lambda item: item[1])
     used = max(1, min(asked, limit))
     return used, "" if used == asked else f"{asked} workers asked, {used} used: {reason}"
@@ -374,10 +371,7 @@ class Context:
 
     @contextmanager
     def start_sharing(self, at_most: int) -> Iterator[Mapper]:
-        """Start at most `at_most` workers that see all files of the cache, and yield their Mapper; see Engine.start.
-
-        They are this machine's if another host of the engine does not share the cache, or if one is enough.
-        """
+        """Start workers that see all files of the cache, else those of this machine; yield their Mapper."""
         engine = self.engine if at_most > 1 and self.engine.shares_cache() else self.local
         with engine.start(at_most) as run:
             yield run

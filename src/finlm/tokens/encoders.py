@@ -201,20 +201,14 @@ def check_gigatoken(model: Path) -> str:
 
 
 def _read_proven(model: Path) -> str:
-    """Return the settings that check_gigatoken() kept for this file and these versions of the encoders, or "".
-
-    Raises NotJson if the file that has them is damaged.
-    """
+    """Return the settings kept by check_gigatoken() for this file and versions, or "". NotJson if damaged."""
     kept = model.with_name(PROVEN)
     proven = files.read_json(kept) if kept.is_file() else {}
     return str(proven["settings"]) if proven and proven["of"] == _identify(model) else ""
 
 
 def _identify(model: Path) -> list[str]:
-    """Return [sha256 of the tokenizer's file, "gigatoken VERSION", "LIBRARY VERSION"]: what a test's result holds for.
-
-    Raises PackageNotFoundError without gigatoken.
-    """
+    """Return [the file's sha256, "gigatoken VERSION", "LIBRARY VERSION"]; PackageNotFoundError without one."""
     library = Tokenizers.name if is_json(model) else Sentencepiece.name
     versions = [f"{name} {metadata.version(name)}" for name in ("gigatoken", library)]
     return [files.sha256_file(model), *versions]

@@ -52,10 +52,7 @@ class Base:
         return 1 + int(max(*self.settings["model"]["vocab"].values(), *added))
 
     def tokenizer(self, settings: Mapping[str, Any] | None = None) -> tokenizers.Tokenizer:
-        """Return a new tokenizer from `settings` (a tokenizer.json's content), by default the base's.
-
-        It reads control tokens in a text as text.
-        """
+        """Return a new tokenizer from `settings`, by default the base's, that reads control tokens as text."""
         import tokenizers
 
         made = tokenizers.Tokenizer.from_str(json.dumps(settings or self.settings, ensure_ascii=False))
@@ -287,10 +284,7 @@ def _is_chinese_only(begin: str) -> bool:
 
 
 def load(path: Path) -> tokenizers.Tokenizer:
-    """Return a new tokenizer of a tokenizer.json. It reads control tokens in a text as text, and never cuts or pads.
-
-    Raises UserError when the file cannot be read.
-    """
+    """Return a new tokenizer that reads control tokens as text and never cuts. UserError if unreadable."""
     import tokenizers  # of the extra `data`, which planning does without
 
     try:
@@ -314,10 +308,7 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy the tokenizer's files beside `path` to directory/tokenizer; return its description for manifests.
-
-    Raises UserError when `path` cannot be read or its tokenizer names no end of text.
-    """
+    """Copy the tokenizer's files to directory/tokenizer; return its description. UserError as describe()."""
     described = describe(path)
     pretrained.copy_files(path.parent, directory / "tokenizer")
     return described
@@ -342,18 +333,12 @@ def describe(path: Path) -> Described:
 
 @functools.cache
 def added_tokens(path: Path) -> tuple[str, ...]:
-    """Return the texts of the added tokens of a tokenizer.json: control tokens and users'. Cached by path.
-
-    Raises UserError when the file cannot be read.
-    """
+    """Return the texts of the added tokens, control ones and users'; cached by path. UserError if unreadable."""
     return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
 
 
 def gigatoken_settings(path: Path) -> Mapping[str, Any]:
-    """Return the content of a tokenizer.json without control tokens, so that their names in a text are text.
-
-    Raises NotJson if it is not JSON.
-    """
+    """Return the content without control tokens, whose names are then text. NotJson if it is not JSON."""
     settings: Mapping[str, Any] = files.read_json(path)
     tokens = [token for token in settings.get("added_tokens") or () if not token["special"]]
     return {**settings, "added_tokens": tokens}

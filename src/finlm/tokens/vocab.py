@@ -76,10 +76,7 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy a model to directory/tokenizer.model and return its description for manifests.
-
-    Raises UserError if it is no sentencepiece model or has no </s>.
-    """
+    """Copy a model to directory/tokenizer.model; return its description. UserError if unreadable or without </s>."""
     processor = load(path)
     if processor.eos_id() < 0:
         raise UserError(f"{path} has no end-of-document piece (</s>)", fix="use a tokenizer with an eos id")
@@ -122,10 +119,7 @@ def train(lines: Iterable[str], directory: Path, vocab_size: int, character_cove
 
 
 def describe(path: Path) -> Described:
-    """Return {vocab_size, unk_id, bos_id, eos_id, sha256} of a tokenizer.model; the id of a missing piece is -1.
-
-    Raises UserError when the file is missing or no sentencepiece model.
-    """
+    """Return {vocab_size, unk_id, bos_id, eos_id (-1: missing), sha256}. Raises UserError if unreadable."""
     processor = load(path)
     return {
         "vocab_size": processor.vocab_size(),
@@ -303,10 +297,7 @@ def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[s
 
 
 def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int, coverage: float) -> list[str]:
-    """Return new pieces in the order in which they are added; more than `wanted` if the sample has them.
-
-    `known` has the old pieces; `longest` and `coverage` are extend()'s.
-    """
+    """Return new pieces in their order, perhaps more than `wanted`; `known` has the old ones, see extend()."""
     covering = candidate_characters(sample, coverage, every=longest == 1)
     characters = [character for character in covering if character not in known]
     if longest == 1:

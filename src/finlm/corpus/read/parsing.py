@@ -47,10 +47,7 @@ class Row(NamedTuple):
 
 
 def parse_block(block: Block, item: Input) -> Iterator[Row]:
-    """Yield the rows of a block in order, without empty lines; line numbers, or row numbers of tables, start at 1.
-
-    A row that cannot be read has its reason in `broken`; nothing is raised for it.
-    """
+    """Yield the rows of a block, numbered from 1, without empty lines; an unreadable one has `broken` set."""
     if block.cut:
         assert isinstance(block.data, bytes)
         yield Row(block.path, block.first, "", {}, block.cut, block.data)
@@ -370,10 +367,7 @@ _ROWS = 10_000  # of a list, a block
 
 
 def dialogue_blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
-    """Yield an input's blocks of dialogue rows in order; a file that is a JSON list is read whole.
-
-    Raises UserError for text files, a list that cannot be read to its end, changed files, and archives not read.
-    """
+    """Yield blocks of dialogue rows, a JSON list whole. UserError for text, archives, broken or changed files."""
     if item.format not in ("jsonl", "parquet", "arrow"):
         raise UserError(
             f"{item.paths[0]}: text files hold no dialogues", fix="give .jsonl, .json, .parquet or a saved set"
@@ -426,10 +420,7 @@ def _is_list(path: step_cache.File, encoding: str) -> bool:
 
 
 def _list_blocks(path: step_cache.File, encoding: str, advance: screen.Advance, sha256: str) -> Iterator[Block]:
-    """Yield the rows of a file that is a JSON list as blocks of 10,000 JSON lines. Holds the whole file in memory.
-
-    Raises UserError when it cannot be parsed or, unless `sha256` is "", has another hash.
-    """
+    """Yield a JSON list as blocks of 10,000 lines, whole in memory. UserError if unparsable or changed."""
     try:
         rows = parse_json(b"".join(readers.pieces(path, encoding, 2**20, advance, sha256)))
     except (readers.Cut, ValueError, RecursionError) as error:

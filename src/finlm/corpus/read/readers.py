@@ -93,10 +93,7 @@ class Cut(Exception):
 
 
 def compression(path: File, start: bytes) -> str:
-    """Return "gzip", "zstd" or "" (none) by a file's first 6 bytes.
-
-    Raises UserError for an archive that is not read, such as .zip, and for a tar archive by its name.
-    """
+    """Return "gzip", "zstd" or "" (none) by a file's first 6 bytes. UserError for .tar, .zip and the like."""
     unread = next((archive for mark, archive in _UNREAD.items() if start.startswith(mark)), None)
     if path.name.endswith(_TAR):
         unread = "a tar archive", "tar -xf"
@@ -180,10 +177,7 @@ def _raw(
 
 
 def _decompress(parts: Iterator[bytes], kind: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a gzip or zstd archive, which may have several members.
-
-    Raises Cut where it is damaged or ends early.
-    """
+    """Yield the unpacked bytes of a gzip or zstd archive of any members; Cut where it is damaged or ends."""
     errors, member = _opener(kind)
     current = member()
     begun = False  # within a member
@@ -413,19 +407,13 @@ def _serialise_batches(batches: list[Any]) -> bytes:
 
 
 def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
-    """Return the estimated unpacked bytes of the inputs; a compressed file counts `packed` times its size.
-
-    Raises UserError for an archive that is not read.
-    """
+    """Return the estimated unpacked bytes; a compressed file counts `packed` times. UserError for archives."""
     sizes = (pair for item in inputs for pair in zip(item.paths, item.file_sizes(), strict=True))
     return sum(size * (packed if _is_compressed(path, size) else 1) for path, size in sizes)
 
 
 def _is_compressed(path: File, size: int) -> bool:
-    """Return whether a file is compressed: by its first bytes; below 64 KiB, and of a store's file, by its name.
-
-    Raises UserError for a local file of 64 KiB or more that is an archive that is not read.
-    """
+    """Return whether a file is compressed, by its name if small or remote; UserError for unread archives."""
     if size < 2**16 or not isinstance(path, Path):
         return path.suffix in (".gz", ".zst", ".parquet")
     with path.open("rb") as file:

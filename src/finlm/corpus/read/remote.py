@@ -91,17 +91,11 @@ class RemoteFile:
         return _Size(self.size)
 
     def open(self, mode: Literal["rb"], /) -> io.BufferedReader:
-        """Open the file for reading in ranges of at most 8 MiB.
-
-        Raises UserError if the store cannot be opened; reads raise it if a range cannot be had or the file changed.
-        """
+        """Open in ranges of 8 MiB. UserError if the store cannot be opened, from reads if it fails or changed."""
         return io.BufferedReader(_Ranges(self), min(RANGE_BYTES, max(1, self.size)))
 
     def open_exactly(self) -> io.RawIOBase:
-        """Open the file unbuffered: a read fetches only the bytes asked for, as for the columns of a table.
-
-        Raises UserError if the store cannot be opened; reads raise it if bytes cannot be had or the file changed.
-        """
+        """Open unbuffered: a read fetches only its bytes, as for columns of a table. Errors as of open()."""
         return _Ranges(self)
 
     def state(self) -> list[Any]:
@@ -109,10 +103,7 @@ class RemoteFile:
         return [self.size, self.version]
 
     def state_now(self) -> list[Any] | None:
-        """Return [size, version] of this URL in the store now; None when the file is gone.
-
-        Raises UserError if the store does not answer.
-        """
+        """Return [size, version] in the store now, None if gone. Raises UserError if it does not answer."""
         fs, path = _open_store(self.url)
         answer = _ask(self.url, lambda: _info(fs, path))
         return None if answer is None else _listed(self.url, answer).state()
@@ -139,10 +130,7 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read at most 8 MiB into the buffer and return the number of bytes, 0 at the end.
-
-        Raises UserError if the store fails or the file changed since it was listed.
-        """
+        """Read at most 8 MiB; return how many bytes, 0 at the end. UserError if the store fails or it changed."""
         with memoryview(buffer).cast("B") as view:
             end = min(self._at + min(len(view), RANGE_BYTES), self._file.size)
             if end <= self._at:
@@ -189,10 +177,7 @@ def expand(pattern: str) -> list[RemoteFile]:
 
 
 def entries_near(url: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return (URL, [(name, is a directory)]) of the nearest existing directory at or above a URL or glob.
-
-    Raises UserError if the store does not answer.
-    """
+    """Return (URL, [(name, is a directory)]) of the nearest directory that exists. UserError if none answers."""
     prefix, parts = _split(url)
     parts = parts[: next((number for number, part in enumerate(parts) if _GLOB & set(part)), len(parts))]
     while True:
@@ -307,10 +292,7 @@ def _open_store(url: str) -> tuple[Any, str]:
 
 
 def _ask(url: str, question: Callable[[], Answer]) -> Answer:
-    """Return question(), called up to five times with pauses of 0.5 to 4 seconds if a failure may pass.
-
-    Raises UserError for a failure that stays; `url` names the file in it.
-    """
+    """Return question(), asked up to five times while its failure may pass; then UserError, naming the url."""
     for number in range(TRIES):
         try:
             return question()

@@ -146,10 +146,7 @@ def find_files(pattern: str, split: str = "train") -> Sequence[File]:
 
 
 def missing(entries: Sequence[Source]) -> Iterator[str]:
-    """Yield a warning for each path of data.sources, URLs left out, that matches no file on this machine.
-
-    Raises UserError for a directory or link that cannot be read.
-    """
+    """Yield a warning for each path of data.sources that matches no file here; UserError if one is unreadable."""
     for number, source in enumerate(entries):
         if source.path and not remote.is_url(source.path) and not expand(source.path, source.split):
             yield f"data.sources[{number}]: no file here matches {source.path}"
@@ -249,10 +246,7 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def _entries(directory: Path, pattern: str) -> list[_Entry]:
-    """Return the entries of a directory that match a glob pattern, sorted by name.
-
-    Raises UserError if it cannot be listed, and for a matching link, not hidden, without a target.
-    """
+    """Return matching entries, sorted by name. UserError for a directory unlisted or a link without target."""
     try:
         with os.scandir(directory) as listed:
             matching = [at for at in listed if fnmatchcase(at.name, pattern)]
@@ -393,10 +387,7 @@ def safe_name(name: str) -> str:
 
 
 def _format(path: File, source: Source) -> Format:
-    """Return the format of a file: the recipe's, or that of its suffix (default jsonl).
-
-    Raises UserError for a suffix that is not read, such as .csv.
-    """
+    """Return the recipe's format, or the suffix's (default jsonl). UserError for a suffix not read, as .csv."""
     if source.format != "auto":
         return source.format
     name = path.name.lower()
