@@ -146,8 +146,8 @@ def _check_encoding(value: Any) -> Any:
     """Return the value unchanged. Raises ValueError for text that is neither "auto" nor the name of a text encoding."""
     if isinstance(value, str) and value != "auto":
         try:
-            found = codecs.lookup(value)
-            if not found._is_text_encoding or found.incrementaldecoder is None:  # as base64 is not
+            codec = codecs.lookup(value)
+            if not codec._is_text_encoding or codec.incrementaldecoder is None:  # as base64 is not
                 raise LookupError
         except LookupError:
             raise ValueError(f"no text encoding {value!r}; utf-8, utf-16 and gb18030 are some") from None

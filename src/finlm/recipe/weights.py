@@ -232,8 +232,8 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
     """
     path = Path(named)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-        found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
-        raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
+        lacks = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
+        raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {lacks}", fix=fix)
     check_weight_files(path, config_json.read_config(path / "config.json"))
     runs.prove_model(path)
     return path

@@ -148,8 +148,8 @@ def check_class(config: traits.Config, named: str) -> None:
     `config` still has its auto_map, if any; `named` is what the error calls the model. Does nothing if transformers is
     not installed.
     """
-    name, found = str(config.get("model_type")), importlib.util.find_spec("transformers")
-    folder = Path(found.origin or "").parent / "models" if found else Path()
+    name, package = str(config.get("model_type")), importlib.util.find_spec("transformers")
+    folder = Path(package.origin or "").parent / "models" if package else Path()
     known = "model_type" not in config or name in traits.records() or (folder / name.removesuffix("_text")).is_dir()
     if known or not folder.is_dir():
         return

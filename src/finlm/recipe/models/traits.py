@@ -320,8 +320,8 @@ def linear_symbols(known: Config) -> dict[str, int]:
 
 def _first(known: Config, names: tuple[str, ...]) -> int:
     """Return the first number of these keys that is not 0 or null (of a list its largest); 0 if there is none."""
-    found = next((known[key] for key in names if known.get(key)), 0)
-    return int(max(found) if isinstance(found, list) else found)
+    value = next((known[key] for key in names if known.get(key)), 0)
+    return int(max(value) if isinstance(value, list) else value)
 
 
 def dense_layers(known: Config) -> list[int]:
@@ -388,9 +388,9 @@ def _windows(known: Config, pattern: int) -> Sizes:
 
 def ropes(config: Config) -> list[Config]:
     """Return RoPE's parameters: one mapping, or one for each kind of layer; [{}] if config.json has none."""
-    found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    inner: list[Config] = [value for value in found.values() if isinstance(value, dict)]
-    return inner or [found]
+    parameters: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    inner: list[Config] = [value for value in parameters.values() if isinstance(value, dict)]
+    return inner or [parameters]
 
 
 def rope_kind(rope: Config) -> Any:
@@ -400,9 +400,9 @@ def rope_kind(rope: Config) -> Any:
 
 def rope_theta(config: Config) -> float:
     """Return RoPE's base; of several kinds of layers, full attention's. UserError for an unknown model type."""
-    found = config.get("rope_parameters") or {}
-    found = found.get("full_attention") or found
-    return float(found.get("rope_theta") or config.get("rope_theta") or record_of(config).defaults["rope_theta"])
+    parameters = config.get("rope_parameters") or {}
+    parameters = parameters.get("full_attention") or parameters
+    return float(parameters.get("rope_theta") or config.get("rope_theta") or record_of(config).defaults["rope_theta"])
 
 
 def with_rope_theta(config: Config, theta: float) -> Config:
