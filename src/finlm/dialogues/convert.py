@@ -89,13 +89,12 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     encoder = encode.encoder(tokenizer, rules, limit)
     encode.check_template(recipe.chat.template, encoder)
     mask, checked = recipe.data.clean.mask, encode.checking_rules(recipe)
-
     context_tokens = parents.context_tokens(tokenizer)
 
     def make(directory: Path) -> dict[str, object]:
         """Write shards, tokenizer and chat template into `directory`; return the manifest. UserError for bad rows."""
-        settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
-        like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
+        block, answer_tokens = Block("jsonl", Path(), 1, b""), recipe.grpo.max_new_tokens if recipe.grpo else 0
+        like = Task(0, block, tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens, answer_tokens)
         tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
         pretrained.copy_files(tokenizer, directory / "tokenizer")
         files.write_text(directory / "chat_template.jinja", encoder.template.source)
@@ -249,27 +248,28 @@ def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: T
 
     Raises Refused or LeftOut with the reason, UnicodeEncodeError for half of a surrogate pair.
     """
-    messages, tools = templates.read_messages(row), templates.read_tools(row)
-    messages = mask(messages) if isinstance(messages, str) else _mask_messages(messages, mask)
-    trimmed = messages.strip() if isinstance(messages, str) else _mask_messages(messages, str.strip)
-    text, alike = (
-        (said if isinstance(said, str) else json.dumps([*said, tools] if tools else said, ensure_ascii=False)).encode()
-        for said in (messages, trimmed)
-    )
-    if isinstance(messages, str):
-        pieces = [encoder.document(messages)]
+    read, tools = templates.read_messages(row), templates.read_tools(row)
+    if isinstance(read, str):
+        document = mask(read)
+        text, alike = document.encode(), document.strip().encode()
+        pieces, text_bytes = [encoder.document(document)], len(text)
         result.counts["documents"] += 1
     else:
-        messages = templates.check_messages(messages, encoder.tokenizer.control)
+        messages = _mask_messages(read, mask)
+        text, alike = (
+            json.dumps([*said, tools] if tools else said, ensure_ascii=False).encode()
+            for said in (messages, _mask_messages(messages, str.strip))
+        )
+        templates.check_messages(messages, encoder.tokenizer.control)
+        text_bytes = sum(len(message["content"].encode()) for message in messages)
         pieces = list(encoder.pieces(messages, result.counts, tools))
         result.counts["dialogues"] += 1
         if result.counts["checked"] < CHECKED:
             result.counts["checked"] += 1
             for what, holds in encoder.round_trip(messages, tools).items():
                 result.counts[f"{what} differs"] += not holds
-    said = text if isinstance(messages, str) else b"".join(message["content"].encode() for message in messages)
     result.counts[BEYOND] += any(len(piece.ids) - 1 > task.context for piece in pieces)  # the last is no input
-    _append(result, pieces, _digest(text, 16) + _digest(alike, 16), len(said))
+    _append(result, pieces, _digest(text, 16) + _digest(alike, 16), text_bytes)
 
 
 def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
@@ -309,13 +309,8 @@ def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference
 
 def _mask_messages(messages: list[Message], mask: Mask) -> list[Message]:
     """Return copies of the messages with `mask` applied to their content and to the arguments of tool calls."""
-    return [
-        {
-            key: _mask_values(value, mask) if key in ("content", "tool_calls") else value
-            for key, value in message.items()
-        }
-        for message in messages
-    ]
+    masked = ("content", "tool_calls")
+    return [{k: _mask_values(v, mask) if k in masked else v for k, v in message.items()} for message in messages]
 
 
 def _mask_values(value: Any, mask: Mask) -> Any:
@@ -384,9 +379,8 @@ def _write_shards(
     used_entries = {tally.item.entry for tally in tallies if tally.counts["kept"]}
     for tally in tallies:
         if tally.item.entry not in used_entries:
-            counts = Counter(
-                {name: tally.counts[name] for name in ("duplicate", "equals_held_out", "reserved", "held_out")}
-            )
+            unused = ("duplicate", "equals_held_out", "reserved", "held_out")
+            counts = Counter({name: tally.counts[name] for name in unused})
             raise UserError(
                 f"source {tally.item.source} has nothing to train on",
                 evidence=parsing.format_reasons(+counts + tally.refused),

@@ -172,12 +172,10 @@ class Encoder:
                     break
                 fitting, end = tried, end + 1
             if fitting is None:
-                lost += 1
-                done += 1
-                continue
-            parts += 1
-            yield fitting
-            done = end
+                lost, done = lost + 1, done + 1
+            else:
+                parts, done = parts + 1, end
+                yield fitting
         if not parts:
             raise LeftOut("longer than a row")
         counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
@@ -262,10 +260,7 @@ KNOWN = (*_PROMPTS, "chosen", "rejected", "answer", "context", "history", "syste
 
 
 class Preference(NamedTuple):
-    """A row: the dialogue up to the answer, both answers, the right answer.
-
-    None for an answer that the row does not have.
-    """
+    """A row: the dialogue up to the answer, both answers, the right answer; None for one that the row lacks."""
 
     prompt: list[Message]
     chosen: str | None
@@ -307,13 +302,8 @@ def read_preference(row: Any, needs_both: bool = False) -> Preference:
         raise Refused("the prompt does not end with the user's turn")
     if needs_both and not (chosen and rejected):
         raise Refused(f"no {'rejected' if chosen else 'chosen'} answer, only {name_keys(row)}")
-    answer = row.get("answer")
-    return Preference(
-        prompt,
-        _answer_text(chosen),
-        _answer_text(rejected),
-        str(answer) if isinstance(answer, (str, int, float)) else None,
-    )
+    answer = str(row["answer"]) if isinstance(row.get("answer"), (str, int, float)) else None
+    return Preference(prompt, _answer_text(chosen), _answer_text(rejected), answer)
 
 
 def checking_rules(recipe: Recipe) -> tuple[str, ...]:

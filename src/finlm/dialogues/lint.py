@@ -149,7 +149,7 @@ def count_labels(recipe: Recipe, shards: Shards) -> Seen:
     documents = rows.documents(ids)
     bos, eos = shards.bos_id, shards.eos_id
     ends = {eos, shards.manifest.get("end_of_turn_id", eos)}
-    total: Counter[str] = Counter(rows=len(ids))
+    total = Counter(rows=len(ids))
     for row_inputs, row_labels, row_documents in zip(inputs, labels, documents, strict=True):
         outside = row_documents < 0
         total["padding"] += int(outside.sum())

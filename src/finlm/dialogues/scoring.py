@@ -31,7 +31,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
-from functools import cache, lru_cache
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ def score(term: Term, asked: str, said: str, right: str, tokens: int, most_token
     tokens, `most_tokens` its limit. None if `right` is not of the rule's type; format, length and steps do not use it.
     """
     if term.rule == "format":
-        return float(_pattern(str(term.pattern)).fullmatch(said.strip()) is not None)
+        return float(re.fullmatch(str(term.pattern), said.strip(), re.DOTALL) is not None)
     if term.rule == "length":
         free = term.most or most_tokens
         over = (tokens - free) / (most_tokens - free) if most_tokens > free else 0.0
@@ -72,7 +72,8 @@ def score(term: Term, asked: str, said: str, right: str, tokens: int, most_token
         given, wanted = find_number(said), find_number(right)
         tolerance = TOLERANCE if term.tolerance is None else term.tolerance
         return float(given is not None and wanted is not None and are_equal(wanted, given, tolerance))
-    return _f1(list_items(said), list_items(right))
+    items, expected = list_items(said), list_items(right)
+    return 2 * len(items & expected) / (len(items) + len(expected)) if items else 0.0  # F1
 
 
 Function = Callable[..., Any]
@@ -175,9 +176,7 @@ def find_quoted_option(asked: str, said: str) -> str | None:
     """
     options, said = dict(_OPTION.findall(asked)), _LETTER.sub("", said)
     quoted = {letter: words for letter, words in options.items() if words in said}
-    longest = [
-        letter for letter, words in quoted.items() if not any(words in o and words != o for o in quoted.values())
-    ]
+    longest = [name for name, words in quoted.items() if not any(words in o and words != o for o in quoted.values())]
     return str(longest[0]) if len(longest) == 1 else None
 
 
@@ -193,17 +192,6 @@ def list_items(text: str) -> set[str]:
     concluded = [match.end() for match in CONCLUDES.finditer(text)]
     rest = text[concluded[-1] :] if concluded else text
     return {item.strip(" .。\t") for item in _SEPARATES.split(rest)} - {""}
-
-
-def _f1(said: set[str], right: set[str]) -> float:
-    """Return the F1 score of two sets, 0 to 1; 0 when `said` is empty."""
-    return 2 * len(said & right) / (len(said) + len(right)) if said else 0.0
-
-
-@lru_cache(maxsize=16)
-def _pattern(text: str) -> re.Pattern[str]:
-    """Return the compiled regular expression, whose . matches a line end too; the last 16 are cached."""
-    return re.compile(text, re.DOTALL)
 
 
 _WRAP = r"[\s（(【\[《「“\"'*`$\\]*+"
@@ -259,24 +247,16 @@ def _patterns(letters: str) -> _Patterns:
 def find_decided_letter(text: str, letters: str) -> str | None:
     """Return the letter, one of `letters`, that `text` names and no text after it can change; None if there is none."""
     patterns = _patterns(letters)
-    line = patterns.line.match(text)
-    if line:
+    if line := patterns.line.match(text):
         return line[1]
-    return next(
-        (
-            _matched_letter(match)
-            for match in _find_conclusions(patterns, text)
-            if patterns.ends.match(text, match.end())
-        ),
-        None,
-    )
+    ended = (match for match in _find_conclusions(patterns, text) if patterns.ends.match(text, match.end()))
+    return next(map(_matched_letter, ended), None)
 
 
 def find_named_letter(text: str, letters: str) -> str | None:
     """Return the letter, one of `letters`, that a whole answer names; None when it names none, or several."""
     patterns = _patterns(letters)
-    whole = patterns.whole.fullmatch(text)
-    if whole:
+    if whole := patterns.whole.fullmatch(text):
         return whole[1].upper()
     concluded = [_matched_letter(match) for match in _find_conclusions(patterns, text)]
     letter = find_decided_letter(text, letters) or (concluded[-1] if concluded else None)
@@ -285,8 +265,7 @@ def find_named_letter(text: str, letters: str) -> str | None:
     right = set(patterns.right.findall(text))
     if len(right) == 1:
         return str(right.pop())
-    opening = patterns.opens.match(text)
-    if opening:
+    if opening := patterns.opens.match(text):
         return opening[1]
     denied = {_matched_letter(match) for match in patterns.concludes.finditer(text) if match["denied"]}
     alone = set(patterns.alone.findall(text)) - denied
@@ -312,8 +291,8 @@ _UNITS |= {"个月": "月", "月": "月", "天": "天", "日": "天"}
 _SCALED = ("元", "美元", "港元", "股")  # units that a bare 1.2亿 may stand for
 
 
-def _one_of(names: dict[str, object]) -> str:
-    """Return a regular expression that matches any of the keys of `names`, the longest first."""
+def _one_of(names: Iterable[str]) -> str:
+    """Return a regular expression that matches any of the names, the longest first."""
     return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
 
 
@@ -321,7 +300,7 @@ _FALLS = r"(?:下降|下滑|减少|降低|缩减|亏损)(?:了|约|幅度为|率
 _NUMBER = re.compile(
     rf"(?P<falls>{_FALLS})?(?P<sign>(?<![\w.])[-−]\s*)?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\w.)])\.\d+)"
-    rf"\s*\\?(?P<scale>{_one_of(dict(_SCALES))})?\s*(?P<unit>{_one_of(dict(_UNITS))})?(?:/股)?",
+    rf"\s*\\?(?P<scale>{_one_of(_SCALES)})?\s*(?P<unit>{_one_of(_UNITS)})?(?:/股)?",
     re.IGNORECASE,
 )
 CONCLUDES = re.compile(
@@ -365,7 +344,7 @@ def are_equal(right: Number, said: Number, tolerance: float) -> bool:
     return is_same and abs(right.value - said.value) <= allowed
 
 
-_TERM = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?\s*(?:{_one_of(dict(_SCALES))})?\s*(?:{_one_of(dict(_UNITS))})?"
+_TERM = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?\s*(?:{_one_of(_SCALES)})?\s*(?:{_one_of(_UNITS)})?"
 _EACH = re.compile(_TERM, re.IGNORECASE)
 _LEFT = re.compile(rf"[-(]*{_TERM}(?:\s*\)*\s*[-+*/]\s*[-(]*{_TERM})+\)*\s*$", re.IGNORECASE)
 _RIGHT_SIDE = re.compile(rf"\s*(-?{_TERM})", re.IGNORECASE)

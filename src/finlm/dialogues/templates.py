@@ -117,10 +117,8 @@ class Template:
     def _text(self, messages: Sequence[Message], generation: bool, tools: Tools) -> str:
         """Return the messages rendered with the template. Raises Refused with the template's error."""
         try:
-            text: str = self._compiled.render(
-                messages=list(messages), add_generation_prompt=generation, tools=tools, documents=None, **self.tokens
-            )
-            return text
+            values = {"messages": list(messages), "add_generation_prompt": generation, "tools": tools}
+            return str(self._compiled.render(documents=None, **values, **self.tokens))
         except (TemplateError, TypeError) as error:
             raise Refused(f"template: {error}") from None
 
@@ -257,9 +255,7 @@ def read_messages(row: Any) -> list[Message] | str:
     elif isinstance(row.get("conversations"), list):
         messages = _messages_of_turns(row["conversations"], "from", "value")
     elif isinstance(row.get("conversation"), list):
-        messages = [
-            message for pair in row["conversation"] for message in _messages_of_pair(pair, "human", "assistant")
-        ]
+        messages = [message for pair in row["conversation"] for message in _messages_of_pair(pair)]
     else:
         pair = next((names for names in PAIRS if all(isinstance(row.get(name), str) for name in names)), None)
         if pair is None and isinstance(row.get("text"), str):
@@ -292,10 +288,7 @@ def name_keys(row: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def suggest_key(names: tuple[str, ...], known: tuple[str, ...] = KNOWN) -> str:
-    """Return a question about keys in `names` that are one letter off a known key that the row lacks; "" without any.
-
-    Cached.
-    """
+    """Return a question about keys in `names` that are one letter off a known key that the row lacks, or ""; cached."""
     pairs = [(name, near) for name in names for near in known if near not in names and _is_near(str(name), near)]
     return f"is {', '.join(f'{name} meant to be {near}' for name, near in pairs[:2])}?" if pairs else ""
 
@@ -329,10 +322,7 @@ def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message
 
 
 def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Message]:
-    """Return the messages unchanged.
-
-    Raises Refused if out of order or empty, LeftOut for a token of `control` in a text.
-    """
+    """Return the messages unchanged. Raises Refused if out of order or empty, LeftOut for a token of `control`."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise Refused("no turns")
@@ -387,10 +377,7 @@ def _read_calls(value: Any) -> list[Function]:
 
 
 def _from_json(value: Any, what: str) -> list[Any]:
-    """Return a value or JSON text as a list; an object becomes a list of one.
-
-    Raises Refused, about `what`, for others.
-    """
+    """Return a value or JSON text as a list, an object as a list of one. Raises Refused, about `what`, for others."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -430,15 +417,12 @@ def _messages_of_turns(items: list[Any], who: str, what: str) -> list[Message]:
     return messages
 
 
-def _messages_of_pair(row: Any, ask: str, answer: str) -> Iterator[Message]:
-    """Yield the user's and the assistant's message of a pair, under the keys `ask` and `answer`.
-
-    Raises Refused if one of them is not text.
-    """
-    if not (isinstance(row, dict) and isinstance(row.get(ask), str) and isinstance(row.get(answer), str)):
-        raise Refused(f"{ask} or {answer} is not text")
-    yield {"role": "user", "content": row[ask]}
-    yield {"role": "assistant", "content": row[answer]}
+def _messages_of_pair(pair: Any) -> Iterator[Message]:
+    """Yield the two messages of a pair {human, assistant}. Raises Refused if one of them is not text."""
+    if not (isinstance(pair, dict) and all(isinstance(pair.get(who), str) for who in ("human", "assistant"))):
+        raise Refused("human or assistant is not text")
+    yield {"role": "user", "content": pair["human"]}
+    yield {"role": "assistant", "content": pair["assistant"]}
 
 
 def _history(history: Any) -> Iterator[Message]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -66,12 +67,12 @@ def read_prompts(shards: Sequence[Shard]) -> Iterator[Row]:
             yield {"prompt_ids": prompt, "answer_ids": answer}
 
 
-def rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
+def _rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
     """Return the pieces of rows that hold documents_a_row neighbouring documents each: pairs (2) or prompts (1).
 
     Documents that are left over at the end are in no row. No piece is cut, however long.
     """
-    starts = document_bounds(shards)
+    starts = _document_bounds(shards)
     first = np.arange(0, len(starts), documents_a_row, dtype=np.int64)
     return Pieces(starts[:-1], np.diff(starts).astype(np.int32), first)
 
@@ -81,9 +82,7 @@ def _read_documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.N
 
     Reads the shard's .mask, unless the shard has no tokens. Raises FileNotFoundError if it is missing.
     """
-    mask = (
-        np.memmap(shard.path.with_suffix(".mask"), dtype=np.uint8, mode="r") if shard.tokens else np.empty(0, np.uint8)
-    )
+    mask = _mask(shard.path.with_suffix(".mask")) if shard.tokens else np.empty(0, np.uint8)  # no empty file is mapped
     ends = shard.offsets.astype(np.int64)
     for start, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         ids = shard.ids[start:stop].astype(np.int64)
@@ -134,7 +133,7 @@ class DialogueRows(PackedRows):
         return marked[:, 1:] & packing.has_next_token(batch)
 
 
-def packing_of(recipe: Recipe) -> packing.Packing:
+def packing_of(recipe: Recipe) -> Packing:
     """Return the packing of a recipe's dialogues: best_fit, or single (a dialogue a row) without sft.packing."""
     return "best_fit" if recipe.sft is not None and recipe.sft.packing else "single"
 
@@ -170,8 +169,7 @@ def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
         SourceRows(name, sum(shard.documents for shard in members) // together)
         for name, members in shards.by_source("train").items()
     )
-    pieces = rows_of_pairs(parts, together)
-    return DialogueRows(parts, Index(pieces, "", recipe.batch.sequence_length, sources))
+    return DialogueRows(parts, Index(_rows_of_pairs(parts, together), "", recipe.batch.sequence_length, sources))
 
 
 def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
@@ -179,12 +177,7 @@ def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
 
     It makes the index in memory at each call, as these dialogues are few.
     """
-
-    def rows(shards: Sequence[Shard], sequence_length: int) -> DialogueRows:
-        """Return the rows, `sequence_length` tokens long, of held-out shards; makes their index in memory."""
-        return DialogueRows(shards, make_index(shards, packing_of(recipe), sequence_length))
-
-    return rows
+    return lambda shards, length: DialogueRows(shards, make_index(shards, packing_of(recipe), length))
 
 
 def is_dialogues(shards: Shards) -> bool:
@@ -211,7 +204,11 @@ def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequ
         if not (path / "manifest.json").is_file():
             with step_cache.lock_directory(path.parent):
                 if not (path / "manifest.json").is_file():  # while this process waited
-                    _write(path, make_index(shards, packing, sequence_length))
+                    for left_over in (path, *path.parent.glob(f".{path.name}.*.tmp")):  # of a killed run
+                        shutil.rmtree(left_over, ignore_errors=True)
+                    index = make_index(shards, packing, sequence_length)
+                    with step_cache.new_directory(path) as temporary:
+                        index.write(temporary)
     except OSError as error:
         raise UserError(
             f"cannot write the index of {packing} rows of {sequence_length} tokens",
@@ -221,40 +218,23 @@ def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequ
     return Index.read(path)
 
 
-def _write(path: Path, index: Index) -> None:
-    """Write the index to the directory `path`; first remove that directory, and a killed run's temporary ones of it."""
-    for left_over in (path, *path.parent.glob(f".{path.name}.*.tmp")):
-        shutil.rmtree(left_over, ignore_errors=True)
-    with step_cache.new_directory(path) as temporary:
-        index.write(temporary)
-
-
 def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Index:
     """Return the index of the rows of these shards; write nothing. The shards of a source must be neighbours."""
     parts, sources = [], []
     offset = 0  # of the source's first token over all shards
-    by_source: dict[str, list[Shard]] = {}
-    for shard in shards:
-        by_source.setdefault(shard.source, []).append(shard)
-    for name, members in by_source.items():
-        starts = document_bounds(members) + offset
-        parts.append(pieces(packing, starts, sequence_length))
-        sources.append(SourceRows(name, len(parts[-1].first) - 1, int(parts[-1].length.sum())))
+    for name, members in groupby(shards, key=lambda shard: shard.source):
+        starts = _document_bounds(list(members)) + offset
+        if packing == "blocks":
+            rows = _cut_blocks(starts, sequence_length)
+        else:
+            rows = _best_fit(starts, sequence_length, together=packing == "best_fit")
+        parts.append(rows)
+        sources.append(SourceRows(name, len(rows.first) - 1, int(rows.length.sum())))
         offset = int(starts[-1])
-    return Index(join_pieces(parts), packing, sequence_length, tuple(sources))
+    return Index(_join_pieces(parts), packing, sequence_length, tuple(sources))
 
 
-def pieces(packing: Packing, bounds: Longs, sequence_length: int) -> Pieces:
-    """Return the rows of a source; `bounds` [documents + 1] has the first token of each document, and the end.
-
-    The packing `single` gives no two documents a row; one of more than T + 1 tokens is cut into several rows.
-    """
-    if packing == "blocks":
-        return cut_blocks(bounds, sequence_length)
-    return best_fit(bounds, sequence_length, together=packing == "best_fit")
-
-
-def cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
+def _cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
     """Return rows of a piece of T tokens each, cut from groups of BLOCK_DOCUMENTS documents without remainders.
 
     `bounds`, int64 [documents + 1], has the first token of each document, and the end.
@@ -266,12 +246,12 @@ def cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
     return Pieces(start, np.full(len(start), sequence_length, dtype=np.int32), np.arange(len(start) + 1))
 
 
-def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Pieces:
+def _best_fit(bounds: Longs, sequence_length: int, together: bool) -> Pieces:
     """Return rows of at most T + 1 tokens (T is `sequence_length`); documents of that size or less are not cut.
 
     First come the full rows of longer documents, each beginning with the token that ends the one before; then, by best
     fit, their rests and the other documents. A rest or document of one token is dropped. `bounds`, int64 [documents +
-    1], has the first token of each document, and the end. With together=False no two documents share a row.
+    1], has the first token of each document, and the end. Without `together` no two documents share a row.
     """
     lengths = np.diff(bounds)
     # A document of n tokens has n - 1 labels; every full row takes T of them, the last takes the rest.
@@ -293,7 +273,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
     whole = Pieces(
         whole_start, np.full(len(whole_start), sequence_length + 1, dtype=np.int32), np.arange(len(whole_start) + 1)
     )
-    return join_pieces([whole, packed])
+    return _join_pieces([whole, packed])
 
 
 def fit_best(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.int32], int]:
@@ -340,7 +320,7 @@ def fit_best(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.
     return row, count
 
 
-def join_pieces(parts: Sequence[Pieces]) -> Pieces:
+def _join_pieces(parts: Sequence[Pieces]) -> Pieces:
     """Return the rows of all parts, one part after the other; `start` of their pieces stays as it is."""
     offsets = np.cumsum([0, *(len(part.start) for part in parts)])
     return Pieces(
@@ -350,7 +330,7 @@ def join_pieces(parts: Sequence[Pieces]) -> Pieces:
     )
 
 
-def document_bounds(shards: Sequence[Shard]) -> Longs:
+def _document_bounds(shards: Sequence[Shard]) -> Longs:
     """Return the first token of each document, and the end, counted from the first shard: int64 [documents + 1]."""
     bounds, offset = [np.zeros(1, dtype=np.int64)], 0
     for shard in shards:
@@ -359,14 +339,14 @@ def document_bounds(shards: Sequence[Shard]) -> Longs:
     return np.concatenate(bounds)
 
 
-def prepare_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
+def prepare_rows(shards: Shards, sequence_length: int, how: Packing | Literal["concat"]) -> Rows | PackedRows:
     """Return the training rows of prepared documents for `how`, the recipe's data.packing.
 
     First builds a missing index in the shards' directory, unless `how` is concat. Raises UserError when the index
     cannot be written, and when there is no row.
     """
     if how != "concat":
-        build_index(shards.directory, shards.split("train"), packing.kind_of(how), sequence_length)
+        build_index(shards.directory, shards.split("train"), how, sequence_length)
     rows = packing.open_rows(shards, sequence_length, how)
     if not len(rows):
         raise UserError(

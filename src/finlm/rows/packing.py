@@ -30,7 +30,7 @@ from finlm.rows.shards import IGNORED, Ids, Order, Rows, Shard, Shards, check_id
 
 VERSION = 1
 
-Packing = Literal["blocks", "best_fit", "single"]
+Packing = Literal["blocks", "best_fit", "single"]  # data.packing but for concat; single: a dialogue a row
 Longs = npt.NDArray[np.int64]
 
 
@@ -233,7 +233,7 @@ def has_next_token(batch: Batch) -> npt.NDArray[np.bool_]:
     return followed[:, :-1]
 
 
-def open_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
+def open_rows(shards: Shards, sequence_length: int, how: Packing | Literal["concat"]) -> Rows | PackedRows:
     """Return the training rows of prepared shards; `how` is data.packing.
 
     Every packing but concat needs its index (build_index); raises FileNotFoundError without it.
@@ -241,12 +241,7 @@ def open_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRo
     train = shards.split("train")
     if how == "concat":
         return Rows(train, sequence_length)
-    return PackedRows(train, Index.read(index_path(shards.directory, kind_of(how), sequence_length)))
-
-
-def kind_of(how: str) -> Packing:
-    """Return the Packing of documents for `how`, a data.packing other than concat."""
-    return "blocks" if how == "blocks" else "best_fit"
+    return PackedRows(train, Index.read(index_path(shards.directory, how, sequence_length)))
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
@@ -287,7 +282,7 @@ def name_documents(rows: Rows | PackedRows, shards: Shards, row_ids: Iterable[in
             for number in range(int(first), int(last) + 1):
                 begin, end = int(shard.offsets[number]), int(shard.offsets[number + 1])
                 ids = shard.ids[begin : min(end, begin + WORDS_TOKENS)].tolist()
-                words = decode([number for number in ids if number not in around])
+                words = decode([token for token in ids if token not in around])
                 tokens = min(end, start + count) - max(begin, start)
                 text = " ".join(words.split())[:WORDS_CHARACTERS]
                 yield NamedDocument(shard.source, shard.path.name, number, tokens, text)

@@ -339,4 +339,4 @@ def unmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return each element's index in its stretch, int64: 0 to counts[0] - 1, then 0 to counts[1] - 1, and so on."""
     ends = np.cumsum(counts)
-    return np.asarray(np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts), dtype=np.int64)
+    return np.asarray(np.arange(int(np.sum(counts))) - np.repeat(ends - counts, counts), dtype=np.int64)
