@@ -238,16 +238,16 @@ def test_a_line_may_end_in_spare_and_have_max_slots(tmp_path: Path) -> None:
 def test_hosts_are_replaced_left_and_taken_in_again() -> None:
     a, b, c = (cluster.Host(name, 1) for name in "abc")
     hosts = cluster.Cluster((a, b), spares=(c,))
-    assert hosts.replace("b", c, for_good=True) == cluster.Cluster((a, c))
-    assert hosts.replace("b", c, for_good=False) == cluster.Cluster((a, c), spares=(b,))
+    assert hosts.leave({"b": False}, [c])[0] == cluster.Cluster((a, c))
+    assert hosts.leave({"b": True}, [c])[0] == cluster.Cluster((a, c), spares=(b,))
     assert hosts.leave({"a": True, "b": False}, [c]) == (
         cluster.Cluster((c,), spares=(a,)),
         "c in the place of a, without b",
     )
-    without = hosts.without("a", for_good=False)
+    without, _ = hosts.leave({"a": True}, ())
     assert (
         without.hosts == (b,)
         and without.away == (a,)
         and without.with_back(["a"]) == cluster.Cluster((b, a), spares=(c,))
     )
-    assert hosts.without("a", for_good=True).away == ()
+    assert hosts.leave({"a": False}, ())[0].away == ()

@@ -70,33 +70,23 @@ class Cluster:
         """Number of ranks on all hosts; spares and hosts that are away do not count."""
         return sum(host.slots for host in self.hosts)
 
-    def replace(self, lost: str, spare: Host, *, for_good: bool) -> Cluster:
-        """Return the cluster with `spare` in the place of the host `lost`, which becomes a spare unless `for_good`."""
-        hosts = tuple(spare if host.name == lost else host for host in self.hosts)
-        gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
-        spares = tuple(host for host in self.spares if host.name != spare.name)
-        return dataclasses.replace(self, hosts=hosts, spares=(*spares, *gone))
-
-    def without(self, lost: str, *, for_good: bool) -> Cluster:
-        """Return the cluster without the host `lost`; unless `for_good`, it goes to `away` and may come back."""
-        left = tuple(host for host in self.hosts if host.name != lost)
-        gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
-        return dataclasses.replace(self, hosts=left, away=(*self.away, *gone))
-
     def leave(self, lost: Mapping[str, bool], spares: Iterable[Host]) -> tuple[Cluster, str]:
         """Return (the cluster with `spares` in the places of lost hosts, or without them if spares run out; in words).
 
-        `lost` maps the name of each lost host to whether it may come back.
+        `lost` maps the name of each lost host to whether it may come back: then it becomes a spare, or goes to `away`.
         """
-        hosts, words, left = self, list[str](), iter(spares)
+        hosts, kept, away, words = self.hosts, self.spares, self.away, list[str]()
+        coming = iter(spares)
         for name, may_return in lost.items():
-            if spare := next(left, None):
-                hosts = hosts.replace(name, spare, for_good=not may_return)
+            gone = tuple(host for host in hosts if host.name == name and may_return)
+            if spare := next(coming, None):
+                hosts = tuple(spare if host.name == name else host for host in hosts)
+                kept = (*(host for host in kept if host.name != spare.name), *gone)
                 words.append(f"{spare.name} in the place of {name}")
             else:
-                hosts = hosts.without(name, for_good=not may_return)
+                hosts, away = tuple(host for host in hosts if host.name != name), (*away, *gone)
                 words.append(f"without {name}")
-        return hosts, ", ".join(words)
+        return dataclasses.replace(self, hosts=hosts, spares=kept, away=away), ", ".join(words)
 
     def with_back(self, names: Iterable[str]) -> Cluster:
         """Return the cluster with the hosts of these names moved from `away` to the end of `hosts`."""
@@ -122,16 +112,16 @@ class Cluster:
 
 
 def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
-    """Return the cluster of a recipe's `hardware:`; `gpu`, if given, is the GPU kind of every host."""
-    return Cluster(tuple(_hosts(hardware, gpu)), hardware.network_gbit)
+    """Return the cluster of a recipe's `hardware:`; `gpu`, if given, is the GPU kind of every host.
 
-
-def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
-    """Yield the hosts of a recipe's hardware, a count above 1 as name-1, name-2, ...; `gpu` replaces their GPU kind."""
-    for host in hardware.hosts:
-        for number in range(1, host.count + 1):
-            name = host.name if host.count == 1 else f"{host.name}-{number}"
-            yield Host(name, host.slots, gpu or host.gpu, host.memory)
+    A host with a count above 1 becomes name-1, name-2, ...
+    """
+    hosts = [
+        Host(host.name if host.count == 1 else f"{host.name}-{number}", host.slots, gpu or host.gpu, host.memory)
+        for host in hardware.hosts
+        for number in range(1, host.count + 1)
+    ]
+    return Cluster(tuple(hosts), hardware.network_gbit)
 
 
 def load(
@@ -159,7 +149,7 @@ def load(
             evidence=f"it names {', '.join(slots)}",
             fix="use the hostfile's name in the recipe's hosts: section, or add the host to the hostfile",
         )
-    known = {host.name: host for host in _hosts(hardware)} if hardware else {}
+    known = {host.name: host for host in from_hardware(hardware).hosts} if hardware else {}
     hosts = []
     for name, devices in _filter_slots(slots, include, exclude).items():
         like = known.get(name)
@@ -179,7 +169,7 @@ def check_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
 
     For callers that do not ask the hosts themselves: such a host would be planned with CPU ranks.
     """
-    known = {host.name: host.gpu for host in _hosts(hardware)}
+    known = {host.name: host.gpu for host in from_hardware(hardware).hosts}
     unknown = [host.name for host in hosts.hosts if host.gpu is None and host.name not in known]
     if unknown and any(known.values()):
         close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(unknown[0], known, n=1))
