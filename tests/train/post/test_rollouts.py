@@ -80,7 +80,7 @@ def test_a_rise_has_the_interval_of_its_mean() -> None:
     assert found == {"rise": 0.25, "rise_interval": pytest.approx([0.25 - apart, 0.25 + apart], rel=0.02)}
     # From Student's tables.
     for freedom, errors in ((2, 4.303), (5, 2.571), (10, 2.228), (100, 1.984)):
-        assert rollouts.sure_errors(freedom) == pytest.approx(errors, rel=0.04 if freedom == 2 else 0.003)
+        assert rollouts.critical_t(freedom) == pytest.approx(errors, rel=0.04 if freedom == 2 else 0.003)
 
 
 def test_ten_answers_of_a_step_can_be_read_and_a_resumed_run_writes_them_again(tmp_path: Path) -> None:

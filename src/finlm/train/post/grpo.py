@@ -322,15 +322,15 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank[Recipe]) -> GroupTrainer:
-    """Return the trainer of a rank's run, with model, rewards and tokenizer. Patches trl for the process.
+    """Return the trainer of a rank's run, PpoTrainer for grpo.form ppo. Patches trl for the process.
 
     Raises UserError if the start or a reward model cannot be loaded, or a reward function is not as it was.
     """
     grpo, trainer = settings_of(r), GroupTrainer
     if grpo.form == "ppo":
-        from finlm.train.post.ppo import ValueTrainer  # builds on this module
+        from finlm.train.post.ppo import PpoTrainer  # builds on this module
 
-        trainer = ValueTrainer
+        trainer = PpoTrainer
     start.score_answers_alone()
     start.refer_to_text(r.recipe.model)
     tokenizer = padding_tokenizer(r)

@@ -23,7 +23,7 @@ from finlm.train.post.start import RewardHead
 HEAD = "value_head"  # in the names of weights
 
 
-class ValueTrainer(GroupTrainer):
+class PpoTrainer(GroupTrainer):
     """GroupTrainer whose advantages come from a value head."""
 
     beta: float  # trl's

@@ -168,7 +168,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Add the start's log-probabilities to all pairs, train and held-out, in place; swap the head. Collective."""
+        """Swap the head; add the start's log-probabilities to all pairs in place; return `dataset`. Collective."""
         # trl scores with an engine of its own and keeps the result in a file of the data set; finlm's runs keep none.
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         # There is no engine yet; only ZeRO-3's parts need one to be gathered.
@@ -194,7 +194,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return torch.stack(logps.chunk(2), dim=1)
 
 
-class OddsTrainer(PreferenceTrainer):
+class OrpoTrainer(PreferenceTrainer):
     """ORPO (arXiv 2403.07691): the answer's own loss and the odds of the chosen over the rejected answer, no reference.
 
     trl's ORPOTrainer learns the prompt too, and averages the loss over a micro-batch's tokens; here as in the paper.
@@ -233,7 +233,7 @@ def log_odds(means: torch.Tensor) -> torch.Tensor:
     return means - torch.log(-torch.expm1(means))
 
 
-class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
+class RewardModelTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
     """RewardTrainer over the run's pairs."""
 
     names = {  # noqa: RUF012
@@ -282,7 +282,10 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank[Recipe]) -> PairTrainer:
-    """Return the trainer for stage dpo or reward. Raises UserError for a bad start, StopIteration without pairs."""
+    """Return the trainer of a rank's run of stage dpo or reward, with its model loaded.
+
+    Raises UserError if the start's weights cannot be loaded, StopIteration without a training pair.
+    """
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
     if (dpo := r.recipe.dpo) is not None:
@@ -290,7 +293,7 @@ def make(r: Rank[Recipe]) -> PairTrainer:
             DPOConfig,
             r,
             beta=dpo.beta,
-            # trl's DPO does not know orpo, and OddsTrainer does not read this.
+            # trl's DPO does not know orpo, and OrpoTrainer does not read this.
             loss_type=["sigmoid" if dpo.loss == "orpo" else dpo.loss],
             label_smoothing=dpo.label_smoothing,
             precompute_ref_log_probs=True,
@@ -305,6 +308,6 @@ def make(r: Rank[Recipe]) -> PairTrainer:
     rows = Dataset.from_list([{name: first[name].tolist() for name in IDS}])
     given = {"args": settings, "train_dataset": rows, "processing_class": padding_tokenizer(r)}
     if r.recipe.dpo is None:
-        return JudgeTrainer(r, model, **given)
-    kind = OddsTrainer if r.recipe.dpo.loss == "orpo" else PreferenceTrainer
+        return RewardModelTrainer(r, model, **given)
+    kind = OrpoTrainer if r.recipe.dpo.loss == "orpo" else PreferenceTrainer
     return kind(r, model, **given, peft_config=start.lora_config(r.recipe))

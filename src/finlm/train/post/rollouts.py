@@ -37,7 +37,6 @@ from finlm.train.post import start
 from finlm.train.post.start import forward_without_mask
 from finlm.train.zero.storage import State
 
-SURE = 1.959964  # standard errors to either side of a mean of many values: 95 %
 SHOWN = 10  # answers of a step that can be read
 STEPS = 5  # whose median is the measure, and whose median is judged
 WORSE = 0.1  # by which a share must exceed that of the first steps
@@ -101,17 +100,17 @@ def mean_rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
     mean = statistics.fmean(gains)
     if len(gains) < 2:
         return {"rise": mean}
-    apart = sure_errors(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
+    apart = critical_t(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
     return {"rise": mean, "rise_interval": [mean - apart, mean + apart]}
 
 
-def sure_errors(freedom: int) -> float:
-    """Return the number of standard errors to either side of a mean that hold 95 %, by Student's t.
+def critical_t(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t: the standard errors to either side of a mean that hold 95 %.
 
     `freedom` is the degrees of freedom, at least 1. Within 1 % from 3 degrees on, a quarter short with 1.
     """
     # The expansion of Student's t around the normal value (Abramowitz and Stegun, 26.7.5).
-    z = SURE
+    z = 1.959964
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
