@@ -25,11 +25,11 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from finlm.base import step_cache
+from finlm.base import files, step_cache
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Recipe
 from finlm.rows import packing
-from finlm.rows.packing import Index, Longs, PackedRows, Packing, Pieces, SourceRows, index_path
+from finlm.rows.packing import VERSION, Index, Longs, PackedRows, Packing, Pieces, SourceRows, index_path
 from finlm.rows.shards import IGNORED, Ids, Rows, Shard, Shards, within
 
 Row = dict[str, npt.NDArray[np.int64]]
@@ -208,7 +208,7 @@ def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequ
                         shutil.rmtree(left_over, ignore_errors=True)
                     index = make_index(shards, packing, sequence_length)
                     with step_cache.new_directory(path) as temporary:
-                        index.write(temporary)
+                        _write(temporary, index)
     except OSError as error:
         raise UserError(
             f"cannot write the index of {packing} rows of {sequence_length} tokens",
@@ -216,6 +216,14 @@ def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequ
             fix="copy the prepared data to where you may write, or set data.packing to concat, which needs no index",
         ) from None
     return Index.read(path)
+
+
+def _write(directory: Path, index: Index) -> None:
+    """Write the index's arrays to an existing directory, and manifest.json last."""
+    for name in ("start", "length", "first"):
+        np.save(directory / f"{name}.npy", getattr(index.pieces, name))
+    about = {"packing": index.packing, "sequence_length": index.sequence_length, "version": VERSION}
+    files.write_json(directory / "manifest.json", about | {"sources": [vars(source) for source in index.sources]})
 
 
 def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Index:

@@ -42,17 +42,6 @@ class Pieces:
     length: npt.NDArray[np.int32]  # [pieces] tokens
     first: Longs  # [rows + 1]
 
-    @classmethod
-    def read(cls, directory: Path) -> Pieces:
-        """Open start.npy, length.npy and first.npy of `directory`, memory-mapped; FileNotFoundError without them."""
-        names = ("start", "length", "first")
-        return cls(*(np.asarray(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in names))
-
-    def write(self, directory: Path) -> None:
-        """Write start.npy, length.npy and first.npy to an existing directory."""
-        for name in ("start", "length", "first"):
-            np.save(directory / f"{name}.npy", getattr(self, name))
-
 
 @dataclass(frozen=True)
 class SourceRows:
@@ -80,13 +69,8 @@ class Index:
         """Open a finished index, its arrays memory-mapped. Raises FileNotFoundError if there is none."""
         about = files.read_json(directory / "manifest.json")
         sources = tuple(SourceRows(**source) for source in about["sources"])
-        return cls(Pieces.read(directory), about["packing"], about["sequence_length"], sources)
-
-    def write(self, directory: Path) -> None:
-        """Write the arrays to an existing directory, and manifest.json last."""
-        self.pieces.write(directory)
-        about = {"packing": self.packing, "sequence_length": self.sequence_length, "version": VERSION}
-        files.write_json(directory / "manifest.json", about | {"sources": [vars(source) for source in self.sources]})
+        arrays = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("start", "length", "first"))
+        return cls(Pieces(*map(np.asarray, arrays)), about["packing"], about["sequence_length"], sources)
 
 
 def index_path(shards_directory: Path, packing: Packing, sequence_length: int) -> Path:

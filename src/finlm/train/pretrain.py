@@ -296,16 +296,14 @@ class Guard:
         if distributed.get_rank() != 0:
             return [], ""
         ids = self.s.batches.row_ids(data_step)
-        worst, at, rank, first = -math.inf, 0, 0, 0
-        rows = ids[0][:0]
-        for number, size in enumerate(self.s.plan.rank_micro_batches):
+        worst, at, rank, rows = -math.inf, 0, 0, ids[0][:0]
+        for number, place in enumerate(self.s.batches.of_rank):
             for micro, total in enumerate(every[number].tolist()):
-                part = ids[micro, first : first + size]
+                part = ids[micro, place]
                 mean = total / max(1, self.s.batches.rows.supervised(part))
                 mean = mean if math.isfinite(mean) else math.inf
                 if mean > worst:
                     worst, at, rank, rows = mean, micro, number, part
-            first += size
         documents = list(packing.name_documents(self.s.batches.rows, self.s.shards, rows.tolist()))
         start = documents[0]
         shown = f"loss {worst:.2f}" if math.isfinite(worst) else "not finite"
