@@ -51,7 +51,10 @@ class Setup(Rank[Settings]):
 
 
 def main(run_path: Path, recipe: Settings) -> int:
-    """Train the run in `run_path`, whose recipe is `recipe`: prepare() and loop(). Return the exit code. Collective."""
+    """Train the run in `run_path`, whose recipe is `recipe`, by prepare() and loop(); return the exit code. Collective.
+
+    Raises UserError when the run directory, its data, first weights or checkpoints cannot be used.
+    """
     s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
         return loop(s)
