@@ -297,7 +297,7 @@ OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero
 
 
 def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
-    """Return the DeepSpeed engine of `model`, by the settings file `ds_config`, with the plan's optimizer. Collective."""
+    """Return the DeepSpeed engine of `model`, by the settings file `ds_config` and the plan's optimizer. Collective."""
     with use_optimizer(plan):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model, model_parameters=parameter_groups(model, plan), config=str(ds_config)
