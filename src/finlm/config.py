@@ -215,9 +215,8 @@ def settings_of_all_recipes(root: Path) -> dict[Path, str]:
     return texts
 
 
-def differences(root: Path) -> Iterator[str]:
-    """Yield a sentence for every missing, stale or orphaned file of configs/ds. Raises as settings_of_all_recipes()."""
-    texts = settings_of_all_recipes(root)
+def differences(root: Path, texts: dict[Path, str]) -> Iterator[str]:
+    """Yield a sentence for every file of root/configs/ds that is missing, is orphaned or differs from {path: text}."""
     for path, text in texts.items():
         name = path.relative_to(root).as_posix()
         if not path.exists():
@@ -240,15 +239,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path(), help="directory with recipes/ and configs/ (default: .)")
     options = parser.parse_args(arguments)
     try:
-        if not options.check:
-            for path, text in settings_of_all_recipes(options.root).items():
-                files.write_text(path, text)
-                print(path)
-        stale = list(differences(options.root))
+        texts = settings_of_all_recipes(options.root)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(*stale, sep="\n", end="\n" if stale else "")
+    for path, text in texts.items() if not options.check else ():
+        files.write_text(path, text)
+        print(path)
+    stale = list(differences(options.root, texts))
+    for line in stale:
+        print(line)
     return int(bool(stale))
 
 
