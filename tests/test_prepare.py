@@ -558,21 +558,22 @@ def test_a_killed_step_goes_on_with_the_chunks_that_were_finished(
     monkeypatch.setattr(readers, "BLOCK_BYTES", 5_000)
     wanted = make("data.num_proc=1")
     reference = contents(prepared(make("data.num_proc=1", cache="reference")))
-    parsed, plain = list[Path](), documents._parse
+    parsed, plain, most = list[Path](), documents.parse, 5
 
     def parse(task: documents.Task) -> documents.Parsed:
-        if len(parsed) == 5:
-            raise KeyboardInterrupt
-        parsed.append(task.chunk)
+        if task.kept is None:
+            if len(parsed) == most:
+                raise KeyboardInterrupt
+            parsed.append(task.chunk)
         return plain(task)
 
-    monkeypatch.setattr(documents, "_parse", parse)
+    monkeypatch.setattr(documents, "parse", parse)
     with pytest.raises(KeyboardInterrupt):
         prepared(wanted)
     first = list(parsed)
     torn = first[0].parent / ".chunk.host.1.tmp"  # as a kill in the middle of writing leaves
     torn.write_bytes(b"torn")
-    monkeypatch.setattr(documents, "_parse", lambda task: (parsed.append(task.chunk), plain(task))[1])
+    most = -1
     assert contents(prepared(wanted)) == reference
     assert not torn.exists()
     assert len(first) == 5 and not set(first) & set(parsed[5:]) and len(parsed) > 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +84,12 @@ def test_a_hit_shows_the_start_of_its_own_document(tmp_path: Path) -> None:
     (tmp_path / "0.txt").write_text("".join(texts), encoding="utf-8")
     np.save(tmp_path / "0.npy", index)
     contamination.Index.of(list(contamination.read_questions([benchmark(tmp_path)]))).save(tmp_path / "index.npz")
-    found = contamination.find_hits(ChunkTask(tmp_path / "0.txt", (tmp_path / "index.npz",)))
-    assert [(hit.document, hit.start) for hit in found] == [(1, exam(3)), (3, (exam(0) + LAW)[:120])]
+    kept = contamination.find_hits(ChunkTask(tmp_path / "0.txt", (tmp_path / "index.npz",)))
+    hits = json.loads(kept["hits"].tobytes())
+    assert [(hit["document"], hit["start"]) for hit in hits] == [
+        (1, exam(3)),
+        (3, (exam(0) + LAW)[:120]),
+    ]
 
 
 def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:

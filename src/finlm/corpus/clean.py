@@ -89,8 +89,7 @@ def symbols(most: float, text: str) -> str | None:
 def language(least: float, text: str) -> str | None:
     """Return "language" if less than the share `least` of a text's letters is Chinese.
 
-    Other letters count only in words of three or more, and only if there are 50 of them: formulas and tables pass. So
-    do texts of fewer than 50 characters.
+    Others count only in words of three letters or more, and if there are 50 of them: formulas and short texts pass.
     """
     if len(text) < ENOUGH or shape(text).count(b"c") >= least * len(text):
         return None

@@ -210,8 +210,7 @@ class Index:
     def _shares(self, document: npt.NDArray[np.int64], place: npt.NDArray[np.intp]) -> dict[tuple[int, int], float]:
         """Return {(document, question): share of the question's n-grams in the document}, where it is at least 15 %.
 
-        `document` and `place` are what _look_up returns. If the document also has the question's options, two fifths of
-        the stem are enough: the share is then raised to SHARE.
+        Takes what _look_up() returns. With the question's options beside it, two fifths of the stem count as SHARE.
         """
         # Each gram once a document, then once for each part that has it.
         seen, _ = _count_distinct(document * len(self.unique) + place)
@@ -258,22 +257,16 @@ def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
     return distinct
 
 
-def find_hits(task: ChunkTask) -> list[Hit]:
-    """Return the hits in a chunk, with the first 120 characters of their documents. Runs in a worker."""
+def find_hits(task: ChunkTask) -> Arrays:
+    """Return {"hits": uint8, JSON of a chunk's hits with the first 120 characters of documents}. Runs in a worker."""
     data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
     bounds = [0, *ends.tolist()]
     hits = []
     for hit in _load_index(*task.beside).find(data, ends):
         start, end = bounds[hit.document : hit.document + 2]
         begins = data[start : min(end, start + 600)].decode("utf-8", errors="ignore")[:120]
-        hits.append(replace(hit, share=round(hit.share, 3), start=begins))
-    return hits
-
-
-def _keep_hits(task: ChunkTask) -> Arrays:
-    """Return {"hits": uint8, the chunk's hits as JSON}, for the cache. Runs in a worker."""
-    rows = [asdict(hit) for hit in find_hits(task)]
-    return {"hits": np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)}
+        hits.append(asdict(replace(hit, share=round(hit.share, 3), start=begins)))
+    return {"hits": np.frombuffer(json.dumps(hits).encode(), dtype=np.uint8)}
 
 
 _load_index = lru_cache(maxsize=1)(Index.load)  # a worker has many chunks for one index
@@ -314,7 +307,7 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
         by_source: Counter[str] = Counter()
         asked: set[int] = set()
         with (directory / "contaminated.jsonl").open("w", encoding="utf-8") as ledger:
-            for chunk, made in zip(read.chunks, context.map_kept("contamination", _keep_hits, tasks), strict=True):
+            for chunk, made in zip(read.chunks, context.map_kept("contamination", find_hits, tasks), strict=True):
                 hits = [Hit(**row) for row in json.loads(made["hits"].tobytes())]
                 for hit in hits:
                     question = questions[hit.question]

@@ -149,10 +149,12 @@ class Documents:
 
     def to_json(self) -> dict[str, object]:
         """Return the content of the step's manifest.json, which of() reads."""
-        names = "input", "file", "documents"
-        rows = ((c.input, "/".join(c.path.parts[-4:]), c.rows.stop - c.rows.start) for c in self.chunks)
-        about = {"chunks": [dict(zip(names, row, strict=True)) for row in rows], "content": self.content}
-        return {"inputs": [dict(vars(item)) for item in self.inputs], **about, "kept_bytes": self.kept_bytes}
+        chunks = [
+            {"input": each.input, "file": "/".join(each.path.parts[-4:]), "documents": each.rows.stop - each.rows.start}
+            for each in self.chunks
+        ]
+        about = {"inputs": [dict(vars(item)) for item in self.inputs], "chunks": chunks}
+        return about | {"content": self.content, "kept_bytes": self.kept_bytes}
 
     @classmethod
     def of(cls, step: Step) -> Documents:
@@ -368,12 +370,12 @@ class _Tally:
 
 
 def parse(task: Task) -> Parsed:
-    """Parse and clean a task's rows into chunk files, or return task.kept if set, as a new record. Runs in a worker."""
-    return replace(task.kept or _parse(task), number=task.number)
+    """Parse, clean and hash the rows; write .txt and .npy if any document is left, then .json; return the record.
 
-
-def _parse(task: Task) -> Parsed:
-    """Parse, clean and hash the rows; write .txt and .npy if any document is left, then .json; return the record."""
+    Does nothing but return task.kept if that is set. Runs in a worker.
+    """
+    if task.kept is not None:
+        return replace(task.kept, number=task.number)
     result = Parsed(values={name: Counter() for name in task.item.meta})
     rows = _read_rows(task, result)
     texts, characters, sides = [], [], list[tuple[int, int]]()
@@ -406,6 +408,7 @@ def _parse(task: Task) -> Parsed:
         result.documents, result.text_bytes, result.index_bytes = len(texts), int(index["end"][-1]), packed.tell()
         result.chunk = "/".join(task.chunk.with_suffix(".txt").parts[-4:])
     files.write_text(task.chunk.with_suffix(".json"), json.dumps(vars(result), ensure_ascii=False))
+    result.number = task.number  # not in the file: another recipe may have the chunk in another input
     return result
 
 

@@ -77,10 +77,9 @@ class Encoded(NamedTuple):
 
 
 def encode_chunk(task: Task) -> Arrays:
-    """Return a chunk's encoded documents: the arrays of Encoded by the names <split>.<array>. Runs in a worker.
+    """Return a chunk's encoded documents: the arrays of Encoded as <split>.<array>, none for a split without any.
 
-    A split without documents has no arrays. Raises Disagreement when gigatoken and the library differ on a sampled
-    document.
+    Runs in a worker. Raises Disagreement when gigatoken and the library differ on a sampled document.
     """
     encoder = _load_encoder(task.tokenizer, task.encoder)
     result: Arrays = {}
@@ -145,8 +144,7 @@ def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence
 def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_bytes: int) -> list[ShardEntry]:
     """Encode all chunks and write the shards below `directory`; return their manifest entries, by split and source.
 
-    `text_bytes` is the size of all texts, for the progress bar. Raises Disagreement when gigatoken's ids are wrong; the
-    shards are then unfinished.
+    The progress bar ends at `text_bytes`. Raises Disagreement, with unfinished shards, when gigatoken's ids are wrong.
     """
     for split in SPLITS:
         (directory / split).mkdir()
@@ -255,10 +253,9 @@ class _Shard:
 
 
 def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer: Step) -> Step:
-    """Run the step `shards` unless cached: write the shards with tokenizer and documents.json. Print the token counts.
+    """Run the step `shards` unless cached: write shards, tokenizer and documents.json. Print the token counts.
 
-    Raises UserError if the disk is too full, or if data.token_dtype, data.encoder or the special tokens of the recipe
-    do not suit the tokenizer; NotPrepared if the step is missing and the cache may not build.
+    Raises UserError for a full disk, or a recipe that does not suit the tokenizer; NotPrepared if nothing may be built.
     """
     dtype = _choose_dtype(context, tokenizer.manifest["vocab_size"])
     model = tokenizer_file(tokenizer.path)
@@ -342,8 +339,7 @@ def _estimate_space(read: Documents, chosen: Selection, tokenizer: Step, model: 
 def needed_bytes(measured: Sequence[tuple[int, int]], total: Mapping[str, int], dtype: str) -> int:
     """Return the disk space for the shards in bytes, for a fifth more tokens than measured.
 
-    `measured` has (text bytes, tokens) of samples; without tokens, 2 bytes a token are assumed. `total` has the
-    selection's counts, and `dtype` is the type of the ids.
+    `measured` has (text bytes, tokens) of samples, `total` the selection's counts. Without tokens: 2 bytes each.
     """
     tokens = 1.2 * sum(count for _, count in measured)
     bytes_a_token = sum(size for size, _ in measured) / tokens if tokens else 2

@@ -174,8 +174,7 @@ def _find_repeats(task: Range) -> Arrays:
 def _list_runs(keys: npt.NDArray[np.uint64], numbers: Ids, states: States) -> tuple[Ids, Ids, States]:
     """Return (document, number of its run, state) of the documents that share their key with another.
 
-    Documents of a key form a run: those that come first, then the others, each in ascending order. The arguments have
-    a value per document.
+    A run has the documents of a key: those that come first, then the others, each in ascending order.
     """
     order = np.argsort(keys)
     keys = keys[order]
@@ -330,8 +329,7 @@ def count_leak(
 ) -> dict[str, int]:
     """Count the training documents at least as similar to a held-out one as dedup.threshold, whatever their facts.
 
-    Returns {"documents": how many such, "held_out": how many held-out documents they match}. Searches as write_likes()
-    does, with its errors, and temporary files in `directory`.
+    Returns {"documents": such documents, "held_out": those that they match}. Works and fails as write_likes().
     """
     write_likes(context, directory, chunks, first_states(decision), is_leak=True)
     like = np.load(directory / "like.npy")
@@ -368,7 +366,10 @@ def write_likes(
     parts, digest = search.keys.parts, files.sha256_json([keys, hashlib.sha256(states.data).hexdigest()])
     about = [VERSION, contamination.FACTS_VERSION, search.threshold, is_leak, parts, digest]
 
-    with context.start_sharing(max(len(groups), parts)) as run:
+    at_most = max(len(groups), parts)
+    # The tasks of a search write and read files of one directory: workers that do not share it are of no use.
+    is_shared = at_most > 1 and context.engine.shares_cache()
+    with (context.engine if is_shared else context.local).start(at_most) as run:
 
         def run_tasks(name: str, function: Callable[[Any], Arrays], tasks: Sequence[Any]) -> Iterator[Arrays]:
             """Yield function(task) for each task in order; keep what it returned unless there is a single range."""

@@ -90,8 +90,7 @@ class Model:
     def log_perplexity(self, text: ngrams.Characters) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Return (mean -ln p per character, number of characters scored) of each document; folds the text first.
 
-        Characters with fewer than order - 1 characters before them are not scored; a document with none scored gets
-        mean 0.
+        The first order - 1 characters are not scored; the mean of none is 0.
         """
         text = fold_characters(text)
         whole = ngrams.starts(text, self.order)
@@ -240,10 +239,9 @@ _load_model = lru_cache(maxsize=1)(Model.load)  # a worker has many chunks for o
 
 
 def _make_model(context: Context, settings: Perplexity) -> Step:
-    """Run the step `language_model` unless cached; it trains the model on the clean set and writes model.npz.
+    """Run the step `language_model` unless cached; it writes model.npz. Print its size and perplexity.
 
-    Prints its size and perplexity. Raises UserError for a clean set that cannot be used, NotPrepared if the step, a
-    file or its hash is missing and the cache may not build.
+    Raises UserError for a clean set that cannot be used, NotPrepared if something is missing and may not be built.
     """
     rules = context.data.clean.model_copy(update={"perplexity": None})
     inputs = sources.hash_files(_find_files(context, settings), context.cache)
@@ -271,10 +269,9 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
 
 
 def _find_files(context: Context, settings: Perplexity) -> list[Input]:
-    """Return the inputs of the clean set, without hashes.
+    """Return the inputs of the clean set, without hashes. Raises UserError for a store that does not answer.
 
-    Raises UserError for a store that does not answer. When a pattern matches no file, raises UserError, or NotPrepared
-    if the cache may not build.
+    A pattern that matches no file raises UserError, or NotPrepared if the cache may not build.
     """
     key = "data.clean.perplexity.clean_set"
     inputs: list[Input] = []

@@ -200,10 +200,9 @@ class RayEngine:
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Yield the Mapper of all the cluster's workers, or of this process if at_most is 1 or less.
+        """Yield the Mapper of all the cluster's workers, or of this process if at_most is 1 or less, the only limit.
 
-        at_most limits nothing else. The first call for the cluster connects to it, until the engine's own block ends.
-        Raises UserError if the cluster or a host cannot be used.
+        Connects at the first call, until the engine's block ends. Raises UserError for an unusable cluster or host.
         """
         if at_most <= 1:
             yield partial(workers.map_in_order, None, 1)
@@ -368,8 +367,7 @@ class _Connection:
     def _receive(self, reference: Any, task: object) -> Any:
         """Wait for a task, save the files that it sent, count it in `done`, and return its function's result.
 
-        `task` is named in errors. Prints hosts that are lost meanwhile. Raises what the task raised, and UserError when
-        no host is left or its worker was lost too often.
+        Prints lost hosts. Raises what the task raised, and UserError, naming `task`, when workers are lost too often.
         """
         import ray
 

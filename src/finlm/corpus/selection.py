@@ -133,8 +133,7 @@ def decide(
 ) -> Decisions:
     """Return a decision code (TRAIN, HELD_OUT, ...) per document by length, equal texts and the held-out share alone.
 
-    `splits` has the split of each input. `prompts` [documents, 2] are hashes of the part that training and held-out
-    documents may not share; None means the whole text.
+    `splits` are the inputs'. `prompts` [documents, 2] hashes what both sides may not share; None: the whole text.
     """
     return hold_out(table, splits, settings, settle(table, splits, settings, prompts=prompts), prompts=prompts)
 

@@ -100,10 +100,9 @@ def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
 
 
 def make_synthetic(context: Context, settings: Synthetic) -> Step:
-    """Run the step `synthetic` unless cached; it writes the embedded corpus: documents, dialogues, pairs or questions.
+    """Run the step `synthetic` unless cached; it writes the embedded corpus. Print its size and seed.
 
-    The recipe's stage and `settings` (dialogues, about) say which. Prints its size and seed. Raises NotPrepared if the
-    step is missing and the cache may not build.
+    The stage and `settings` choose documents, dialogues, pairs or questions. NotPrepared if it may not be built.
     """
     kind = "dialogues" if settings.dialogues else "documents"
     if context.recipe.stage in parents.PREFERENCE:
@@ -340,8 +339,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
 def _say_selection(context: Context, step: Step, chosen: Selection, sides: Mapping[str, tuple[str, Any]]) -> None:
     """Print what is dropped, held out and kept, and the leak if a field decides what is held out.
 
-    `sides` maps each key of Data.sides to (field, setting). Raises UserError if such fields hold out nothing, unless
-    the cache may not build.
+    `sides`: {key of Data.sides: (field, setting)}. UserError if these hold out nothing, unless nothing may be built.
     """
     total = chosen.total
     dropped = ", ".join(f"{total[name]:,} {name.replace('_', ' ')}" for name in selection.NAMES[2:] if total[name])
@@ -376,8 +374,7 @@ def _write_samples(
 ) -> None:
     """Write the first 20 dropped documents of each source and reason as JSON lines {source, reason, document, start}.
 
-    Near-duplicates also have {like, like_start}, the document that they were dropped for. `document` and `like` are
-    indexes among all documents, `start` the first 120 characters.
+    Near-duplicates also have {like, like_start}: the document they were dropped for, and its first 120 characters.
     """
     samples = list(_samples(chunks, decision, like))
     wanted = np.unique([row[key] for row in samples for key in ("document", "like") if key in row])

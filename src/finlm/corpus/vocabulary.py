@@ -73,10 +73,9 @@ def choose_sample(
 
 
 def shares(available: Mapping[str, int], wanted: int, weights: Mapping[str, float] | None) -> dict[str, int]:
-    """Return {source: bytes to take}, together `wanted` or everything that is available.
+    """Return {source: bytes to take}, together `wanted` or all, in proportion to the weights, or without to the text.
 
-    In proportion to the weights (0 for a source without weight), or to the text without any. A source with less text
-    than its share gives all of it, and the others share the rest.
+    A source with less text than its share gives all of it, and the others share the rest.
     """
     result, left = dict.fromkeys(available, 0), wanted
     given: Mapping[str, float] = available if weights is None else weights
@@ -167,8 +166,7 @@ def compression_table(measured: Mapping[str, Compression]) -> list[str]:
 def check_file(context: Context, file: Path | None) -> None:
     """Raise UserError if the tokenizer `file` cannot be used; do nothing if it is None or the cache may not build.
 
-    It cannot if it is unreadable, not fit for extend_to, larger than model.vocab_size, or lacks document_begin or
-    document_end.
+    Checks that it can be read and extended, fits model.vocab_size, and has document_begin and document_end.
     """
     if context.cache.build and file is not None:
         kind = tokenizer_json if encoders.is_json(file) else vocab
@@ -204,10 +202,9 @@ def special_ids(context: Context, file: Path) -> tuple[int | None, int | None]:
 
 
 def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: Path | None) -> Step:
-    """Run the step `tokenizer` unless cached: train it when `file` is None, else extend or copy the file.
+    """Run the step `tokenizer` unless cached: train when `file` is None, else extend or copy it. Print the result.
 
-    Print the result. Raises UserError when the tokenizer cannot be used or made, NotPrepared when the file or the step
-    is missing and the cache may not build.
+    Raises UserError when it cannot be used or made, NotPrepared when it is missing and the cache may not build.
     """
     if file is None:
         step = _train_tokenizer(context, read, chosen)

@@ -76,8 +76,14 @@ def limits(asked: int) -> dict[str, int]:
 
 def available_cores() -> int:
     """Return how many cores this process may use: its affinity and the cgroup's CPU quota, rounded down, at least 1."""
-    cores = float(len(os.sched_getaffinity(0)))
-    for directory in _cgroups():
+    cores, root = float(len(os.sched_getaffinity(0))), Path("/sys/fs/cgroup")
+    directories = [root]
+    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        top = root / controllers
+        group = top / path.lstrip("/")
+        directories += [group, *[parent for parent in group.parents if parent.is_relative_to(top)]]
+    for directory in directories:
         version_1 = [_read_text(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         quota = (_read_text(directory / "cpu.max") or " ".join(version_1)).split()
         if len(quota) == 2 and quota[0].isdigit():  # "max" or -1 = no quota
@@ -176,18 +182,6 @@ def _allow_open_files(wanted: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return 2**20 if soft == resource.RLIM_INFINITY else soft
-
-
-def _cgroups() -> list[Path]:
-    """Return the existing directories of cgroup v1 and v2 that may limit this process, from its group up to root."""
-    root = Path("/sys/fs/cgroup")
-    directories = []
-    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        top = root / controllers if controllers else root
-        group = top / path.lstrip("/")
-        directories += [group, *[parent for parent in group.parents if parent.is_relative_to(top)]]
-    return [directory for directory in dict.fromkeys([*directories, root]) if directory.is_dir()]
 
 
 def _read_text(path: Path) -> str:
@@ -308,10 +302,9 @@ def load_kept(work: Kept[Task]) -> Arrays:
 
 
 def make_missing(name: str, work: Sequence[Kept[Task]], missing: Sequence[bool], run: Mapper) -> Iterator[Kept[Task]]:
-    """Yield each of `work` in order, once its file is there; have the workers of `run` compute those that are missing.
+    """Yield each of `work` in order, once its file is there; have the workers of `run` compute the `missing` ones.
 
-    `missing` says of each whether it is. Prints how many are left under this name if some are there. Raises what a
-    task raises.
+    Prints how many are left under this name if some are there. Raises what a task raises.
     """
     if any(missing) and not all(missing):
         screen.say(f"{name}: {sum(missing):,} of {len(work):,} chunks to do, the others are kept")
@@ -348,8 +341,7 @@ class Context:
     ) -> Iterator[Kept[Task]]:
         """Yield a Kept for every (key, task) in order, once its file is there; compute what the cache lacks.
 
-        Uses at most `at_most` workers, if given. Prints how many files are missing if some are there. Raises what a
-        task raises, and UserError when workers cannot be started or one is killed.
+        Prints how many are missing if some are there. Raises what tasks raise, and UserError when workers fail.
         """
         work = self.list_kept(name, function, tasks)
         missing = [not each.path.is_file() for each in work]
@@ -368,13 +360,6 @@ class Context:
         Does what make_kept() does, and reads each file; a damaged one is computed again, in this process.
         """
         return map(load_kept, self.make_kept(name, function, tasks, at_most))
-
-    @contextmanager
-    def start_sharing(self, at_most: int) -> Iterator[Mapper]:
-        """Start workers that see all files of the cache, else those of this machine; yield their Mapper."""
-        engine = self.engine if at_most > 1 and self.engine.shares_cache() else self.local
-        with engine.start(at_most) as run:
-            yield run
 
     def say(self, step: Step, text: str) -> None:
         """Print `text` with the step's name on stderr; print nothing if the cache may not build."""

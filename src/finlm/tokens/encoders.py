@@ -102,10 +102,9 @@ class Cuts:
 
 
 class LineCuts(Cuts):
-    """Cuts long documents for a tokenizer.json: behind a line's end, where no id beside it changes.
+    """Cuts long documents for a tokenizer.json: behind a line's end where 256 bytes on both sides keep their ids.
 
-    Encodes 256 bytes on both sides of a cut, joined and apart, to see whether one does. Raises UserError if the file
-    cannot be read.
+    Raises UserError if the file cannot be read.
     """
 
     def __init__(self, model: Path) -> None:
@@ -248,10 +247,9 @@ class Gigatoken:
 
 
 def find_disagreement(model: Path) -> str:
-    """Return "" if gigatoken and the library give the same ids for test texts, else a sentence on what differs.
+    """Return "" if gigatoken and the library give the same ids for TRAPS and pieces, else what differs, as text.
 
-    The texts are TRAPS and others made of the tokenizer's pieces. If gigatoken is missing or cannot load the tokenizer,
-    its error is returned as text too. Raises UserError if the tokenizer's file cannot be read.
+    That it is missing or cannot load the tokenizer is text, too. Raises UserError for an unreadable tokenizer.
     """
     try:
         fast = Gigatoken(model)

@@ -103,10 +103,9 @@ class _About:
 
     @classmethod
     def read(cls, directory: Path) -> _About:
-        """Return the settings in tokenizer_config.json; where it lacks bos or eos, special_tokens_map.json's.
+        """Return the settings in tokenizer_config.json, and bos and eos of special_tokens_map.json where it lacks them.
 
-        A chat_template.jinja comes before the template in the config; of several by name there, `default` is taken.
-        What is missing is None, add_bos_token False. Raises NotJson for a damaged JSON file.
+        chat_template.jinja, or a template named `default`, comes first. Raises NotJson for a damaged JSON file.
         """
         path, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = files.read_json(path) if path.is_file() else {}

@@ -209,8 +209,7 @@ _BYTE_OF = {letter: byte for byte, letter in _LETTER_OF.items()}
 def _add_characters(base: Base, sample: Sample, wanted: int, longest: int, coverage: float, dropped: set[str]) -> Added:
     """Return pieces and merges for missing Chinese characters; each joins its old tokens from left to right.
 
-    Adds at most `wanted` pieces, parts of characters included; `longest` and `coverage` are extend()'s. Skips spellings
-    in `dropped`, and characters of which a part could begin a character that is not Chinese.
+    See extend(). Skips spellings in `dropped`, and characters of which a part may begin one that is not Chinese.
     """
     vocab, encoder = base.settings["model"]["vocab"], base.tokenizer().model
     added = Added(set(vocab))
@@ -315,10 +314,9 @@ def copy(path: Path, directory: Path) -> Described:
 
 
 def describe(path: Path) -> Described:
-    """Return {vocab_size, bos_id, eos_id, begins, sha256} for manifests; `path` is a file named tokenizer.json.
+    """Return {vocab_size, bos_id, eos_id, begins, sha256} of a tokenizer.json; bos_id is -1 without one.
 
-    `begins` tells whether a text begins with the bos token; bos_id is -1 without one. Raises UserError when the file
-    cannot be read or names no end of text.
+    `begins`: a text begins with it. Raises UserError when the file cannot be read or names no end of text.
     """
     load(path)
     opened = pretrained.open_tokenizer(path.parent, "tokenizers")

@@ -70,9 +70,7 @@ def load(path: Path) -> Any:
         ) from None
 
 
-def fingerprint(path: Path) -> str:
-    """Return the hex sha256 of the model file."""
-    return files.sha256_file(path)
+fingerprint = files.sha256_file  # the model is all of the tokenizer; see tokenizer_json.fingerprint()
 
 
 def copy(path: Path, directory: Path) -> Described:
@@ -87,8 +85,7 @@ def copy(path: Path, directory: Path) -> Described:
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
     """Train a sentencepiece model on the lines, write directory/tokenizer.model, and return its description.
 
-    character_coverage is the share of the text's characters that get pieces; the others are spelt as bytes. Raises
-    UserError if sentencepiece refuses, as for a vocab_size too large or too small for the text.
+    Characters beyond the share character_coverage are spelt as bytes. UserError if sentencepiece refuses the size.
     """
     model = io.BytesIO()
     try:

@@ -290,8 +290,7 @@ def check_broken_rows(
 ) -> None:
     """Raise UserError for the first source with a larger share of broken rows than `allowed`; copy them into `keep`.
 
-    `directory` holds the broken.jsonl of these inputs; the copy, broken-<source>.jsonl, is removed for sources that
-    pass. `formats` lists accepted rows for the message, if a text is not enough.
+    They come from directory/broken.jsonl; the copy is removed for sources that pass. `formats` are for the message.
     """
     for item in inputs:
         kept = keep / f"broken-{item.source}.jsonl"

@@ -308,8 +308,7 @@ def _ends_early(row: bytes) -> bool:
 def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield blocks of whole text files, one document per file; a block closes once it holds BLOCK_BYTES.
 
-    A file that ends early gets a block of its own with its first 1000 bytes and the reason in `cut`, before the files
-    that wait. Raises UserError for a changed file, and for an archive that is not read.
+    A cut file gets a block of its own before those that wait. UserError for changed files and unread archives.
     """
     waiting: list[tuple[File, bytes]] = []
     size = 0
@@ -330,10 +329,9 @@ def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]:
-    """Yield a parquet or Arrow file as blocks of Arrow streams with the needed columns.
+    """Yield a parquet or Arrow file as blocks of Arrow streams with the needed columns, then advance() by its size.
 
-    A damaged file ends in a block with `cut`; advance() gets the size of any other at its end. Raises UserError when no
-    column holds the text.
+    A damaged file ends in a block with `cut`. Raises UserError when no column holds the text.
     """
     import pyarrow as pa
 

@@ -161,10 +161,9 @@ class _CutShort(Exception):
 
 
 def expand(pattern: str) -> list[RemoteFile]:
-    """Return the files of a URL or glob with size and version, sorted by name; empty if none matches.
+    """Return the files of a URL or glob, sorted by name, without hidden ones; empty if none matches.
 
-    `**` spans directories. Hidden files are left out of globs. Raises UserError for a store, bucket or directory that
-    cannot be listed.
+    `**` spans directories. Raises UserError for a store, bucket or directory that cannot be listed.
     """
     prefix, parts = _split(pattern)
     fixed = next((number for number, part in enumerate(parts) if _GLOB & set(part)), len(parts))
@@ -253,8 +252,7 @@ def _listed(url: str, about: About) -> RemoteFile:
 def _open_root(root: str) -> Any:
     """Return the fsspec filesystem of a URL's scheme and authority; the last 64 are cached.
 
-    Raises UserError for an unknown scheme, a missing package, or a store that fails to open. S3 and HTTP are not
-    contacted yet, so their address may still be out of reach.
+    Raises UserError if it is unknown, lacks a package or fails to open; S3 and HTTP are not contacted yet.
     """
     scheme = root.partition("://")[0]
     try:

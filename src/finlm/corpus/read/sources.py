@@ -80,10 +80,9 @@ class Input:
         return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
 
     def file_entries(self) -> list[dict[str, str]]:
-        """Return [{source, split, file, sha256}] of every file, for manifests and reports; `file` is a name.
+        """Return [{source, split, file: its name, sha256}] of every hashed file, for manifests and reports.
 
-        More than 10,000 files have one entry together: their number, and a hash of their hashes. The files must be
-        hashed: else ValueError.
+        More than 10,000 have one entry together. Raises ValueError for files without hashes.
         """
         about = {"source": self.source, "split": self.split}
         if len(self.paths) > _LISTED:
@@ -137,10 +136,9 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
 
 
 def find_files(pattern: str, split: str = "train") -> Sequence[File]:
-    """Return the files of a path, URL or glob, sorted by name; empty if none matches.
+    """Return the files of a path, URL or glob, sorted by name; empty if none matches; see expand() for `split`.
 
-    `split` selects one of several of a saved set. Raises UserError for what cannot be listed, a link without a target,
-    and a name that is not UTF-8.
+    Raises UserError for what cannot be listed, a link without a target, and a name that is not UTF-8.
     """
     return remote.expand(pattern) if remote.is_url(pattern) else expand(pattern, split)
 
@@ -352,10 +350,9 @@ def _other_names(same: Sequence[Input]) -> str:
 
 
 def hash_files(inputs: Sequence[Input], cache: Cache) -> list[Input]:
-    """Return copies of the inputs with the hash and the size of each file, from the cache if it knows them.
+    """Return copies of the inputs with the hash and the size of each file, from the cache or stored there.
 
-    Stores new hashes in the cache. Raises UserError for a file that cannot be read, or has another hash than the recipe
-    names; NotPrepared for an unknown hash if the cache may not build; OSError for a missing file.
+    Raises UserError for an unreadable or unexpected file, OSError for a missing one, NotPrepared for an unknown hash.
     """
     prints = iter(cache.fingerprints([path for item in inputs for path in item.paths]))
     hashed = []
