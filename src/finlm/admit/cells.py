@@ -246,15 +246,17 @@ def check_small_parameters(case: Case) -> str:
 
 def check_activations(case: Case) -> str:
     """Return a sentence if the planned bytes of a layer and what autograd saves in bf16 are over 5 % apart; else ""."""
-    config = copy.deepcopy(case.small)
     layers = len(case.plain.model.layers)
-    sizes = [_count_saved_bytes(config, times) for times in (1, 2)]
+    sizes = [_count_saved_bytes(case.small, times) for times in (1, 2)]
     saved = (sizes[1] - sizes[0]) / layers / (ROWS * batch()[0].shape[1])
     layout = memory.Layout("cuda", "bf16", 1, "none", "none", "none", ROWS, batch()[0].shape[1], 1)
     kept = memory.kept_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
     planned = kept / (layers * layout.tokens)
-    off = planned / saved - 1
-    return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {saved:,.0f} saved"
+    return (
+        ""
+        if abs(planned / saved - 1) <= MEMORY_TOLERANCE
+        else f"{planned:,.0f} bytes a token and layer planned, {saved:,.0f} saved"
+    )
 
 
 def _count_saved_bytes(config: Any, times: int) -> int:
@@ -310,10 +312,7 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
 
 def check_settings(case: Case) -> str:
     """Return what is wrong when a switching key has another value, unless the row pins it (`held`); "" if nothing."""
-    for key, why in find_wrong_keys(case):
-        if key not in case.row.held:
-            return why
-    return ""
+    return next((why for key, why in find_wrong_keys(case) if key not in case.row.held), "")
 
 
 def find_wrong_keys(case: Case) -> Iterator[tuple[str, str]]:

@@ -92,14 +92,12 @@ def admit(model: str) -> Verdict:
         results = dict(examine(config, row, directory, trainer))
     screen.table(("cell", "result"), [(name, why or "passed") for name, why in results.items()])
     passed = not any(results.values())
-    shipped = model_type in files.read_json(traits.RECORD)
-    if passed and not shipped:
+    if passed and model_type not in files.read_json(traits.RECORD):
         theirs = files.read_json(traits.user_file()) if traits.user_file().is_file() else {}
         known = {name: traits.TypeRecord(**values) for name, values in theirs.items()}
         traits.write_records(known | {model_type: dataclasses.replace(row, cells=results)}, traits.user_file())
         screen.say(f"{model_type} is admitted; noted in {traits.user_file()}")
-    seconds = round(time.monotonic() - began, 1)
-    return Verdict(model_type, passed, seconds, results)
+    return Verdict(model_type, passed, round(time.monotonic() - began, 1), results)
 
 
 def read_config(model: str) -> tuple[traits.Config, Path | None]:
@@ -192,9 +190,7 @@ def check_template(directory: Path) -> str:
     encoded = encoder.encode(DIALOGUE)
     if encoded.ids != list(theirs):
         return f"ids {encoded.ids[:8]}, the tokenizer's own {list(theirs)[:8]}"
-    learnt = encoder.tokenizer.decode(
-        [number for number, counts in zip(encoded.ids, encoded.mask, strict=True) if counts]
-    )
+    learnt = encoder.tokenizer.decode([token for token, counts in zip(*encoded, strict=True) if counts])
     if lost := [turn["content"] for turn in DIALOGUE if (turn["content"] in learnt) != (turn["role"] == "assistant")]:
         return f"the loss is on {learnt!r}, which is wrong about {lost[0]!r}"
     return ""
@@ -342,14 +338,6 @@ def losses(run: RunDir) -> list[float]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _largest_difference(actual: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two lists of losses, for example 2e-5.
-
-    Raises ValueError if they are empty or of different length.
-    """
-    return max(abs(loss - other) / abs(other) for loss, other in zip(actual, expected, strict=True))
-
-
 def check_stages(runs: Runs) -> str:
     """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not change; "" if all is well.
 
@@ -357,7 +345,8 @@ def check_stages(runs: Runs) -> str:
     """
     expected = losses(runs.run(0))
     for stage in (1, 3):
-        if (off := _largest_difference(losses(runs.run(stage)), expected)) > TOLERANCE:
+        pairs = zip(losses(runs.run(stage)), expected, strict=True)
+        if (off := max(abs(loss - other) / abs(other) for loss, other in pairs)) > TOLERANCE:
             return f"a loss at ZeRO-{stage} is {off:.1e} of it away from ZeRO-0's"
     return "" if expected[-1] != expected[0] else "the loss does not move"
 
@@ -419,16 +408,14 @@ def fork_ranks(path: str, world_size: int) -> list[int]:
 
     They meet at a free port of 127.0.0.1. When a rank fails, kills the others. Waits for any child of this process.
     """
-    port = str(processes.free_port(0))
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "FINLM_HOST": "localhost"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port(0))}
     children = []
     for rank in range(world_size):
         child = os.fork()
         if child == 0:
             try:
-                os.environ.update(
-                    shared, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank)
-                )
+                os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
                 sys.argv[:] = ["finlm.train", path]
                 from finlm.train import __main__
 

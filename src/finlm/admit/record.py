@@ -59,7 +59,11 @@ NAMED = {
     **{"prefix_dense_intermediate_size": "p"},
 }
 NAMED_LATENT = {
-    **{"kv_lora_rank": "l", "q_lora_rank": "c", "qk_nope_head_dim": "n", "qk_rope_head_dim": "r", "v_head_dim": "w"}
+    "kv_lora_rank": "l",
+    "q_lora_rank": "c",
+    "qk_nope_head_dim": "n",
+    "qk_rope_head_dim": "r",
+    "v_head_dim": "w",
 }
 EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "p", "a", "1")
 OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
@@ -96,6 +100,7 @@ def record(model_type: str) -> TypeRecord:
             evidence=f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}",
             fix="choose a model of another type",
         )
+    defaults = CONFIG_MAPPING[model_type]()
     return TypeRecord(
         layer,
         outer,
@@ -107,15 +112,9 @@ def record(model_type: str) -> TypeRecord:
         _pattern(model_type),
         rewards=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         scales=_scales(model_type),
-        needs=[key for key, value in _unsaid(model_type).items() if value is None and not _can_run(model_type, key)],
+        needs=[key for key in _UNSAID if getattr(defaults, key, "") is None and not _can_run(model_type, key)],
         **measured,
     )
-
-
-def _unsaid(model_type: str) -> Config:
-    """Return {key of _UNSAID: the class's default}, None if it has no default, "" if the class lacks the key."""
-    config = CONFIG_MAPPING[model_type]()
-    return {key: getattr(config, key, "") for key in _UNSAID}
 
 
 def _can_run(model_type: str, left_out: str) -> bool:
@@ -186,9 +185,8 @@ def _scales(model_type: str) -> dict[str, int]:
     powers: dict[str, int] = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):
-        model = AutoModelForCausalLM.from_config(
-            small_config(model_type, 2, **{key: 2 if key == "dim_model_base" else 2.0})
-        )
+        changed = {key: 2 if key == "dim_model_base" else 2.0}
+        model = AutoModelForCausalLM.from_config(small_config(model_type, 2, **changed))
         with torch.no_grad():
             said = model(torch.arange(8)[None])
             plain = model.lm_head(model.model(torch.arange(8)[None]).last_hidden_state)
@@ -264,10 +262,8 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
     layer, outer = _tensors(plain, symbols)
     switches: dict[str, dict[str, list[str] | None]] = {}
     # Two of them may add what neither adds alone, as biases of what q_lora_rank adds.
-    for chosen in (
-        *((key,) for key in keys),
-        *itertools.product([key for key in keys if key not in optional], optional),
-    ):
+    pairs = itertools.product([key for key in keys if key not in optional], optional)
+    for chosen in (*((key,) for key in keys), *pairs):
         config, expected = copy.deepcopy(plain), dict[str, list[str] | None](layer)
         for key in chosen:
             setattr(config, key, values[key])
@@ -296,8 +292,7 @@ def _may_lack(config: Any, key: str) -> bool:
 def whole_config(model_type: str) -> Any:
     """Return transformers' default configuration of a type, with complete RoPE parameters."""
     kind = CONFIG_MAPPING[model_type]
-    config = kind()
-    return kind(**_rope(config))
+    return kind(**_rope(kind()))
 
 
 def _rope(config: Any) -> Config:
@@ -444,6 +439,4 @@ def _pattern(model_type: str) -> int:
     full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     if not full or len(full) == len(kinds):
         return 0
-    if full != [number for number in range(1, LAYERS + 1) if number % math.gcd(*full) == 0]:
-        return -1
-    return full[0]
+    return full[0] if full == list(range(full[0], LAYERS + 1, full[0])) else -1

@@ -31,26 +31,23 @@ def three_wrong(draft: Draft) -> list[str]:
     return choices[:3]
 
 
-_CONTEXTS = banks("exam")
-BY_PRODUCT, BY_NAME = _CONTEXTS["by_product"], _CONTEXTS["by_name"]
-
-
-class Question(NamedTuple):
-    """One kind of question: how it is put, and how its choices follow from the facts."""
-
-    subject: str
-    stems: Bank
-    draft: Drafter
-    context: Bank  # opens some questions; another where it would give the answer away
-    applies: Callable[[Facts], bool]
+BY_PRODUCT, BY_NAME = (banks("exam")[name] for name in ("by_product", "by_name"))
 
 
 class Rule(NamedTuple):
     """How the choices of a question follow from the facts, and for which companies it can be asked."""
 
     draft: Drafter
-    context: Bank = BY_PRODUCT
+    context: Bank = BY_PRODUCT  # opens some questions; another where it would give the answer away
     applies: Callable[[Facts], bool] = lambda facts: True
+
+
+class Question(NamedTuple):
+    """One kind of question: its subject, its wordings, and its rule."""
+
+    subject: str
+    stems: Bank
+    rule: Rule
 
 
 def questions(name: str, rules: Mapping[str, Rule]) -> tuple[Question, ...]:
@@ -63,8 +60,7 @@ def questions(name: str, rules: Mapping[str, Rule]) -> tuple[Question, ...]:
     for block in prose(name).removeprefix("== ").split("\n== "):
         head, *lines = block.strip().split("\n")
         rule, subject = head.split()
-        stems = bank("|".join(line[2:] for line in lines))
-        made.append(Question(subject, stems, *rules[rule]))
+        made.append(Question(subject, bank("|".join(line[2:] for line in lines)), rules[rule]))
     assert len(made) == len(rules)
     return tuple(made)
 
@@ -75,27 +71,25 @@ def format_wan(amount: int) -> str:
 
 
 def among(right: str, all_names: Iterable[str]) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): `right` filled from the facts, all names shuffled.
+    """Return a function that drafts (`right` filled from the facts, all names shuffled).
 
     `right` is a template such as "{limit}%". The names include the right choice, which three_wrong() leaves out.
     """
     names = list(dict.fromkeys(all_names))
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return (the filled choice, all names in random order)."""
         return right.format_map(facts), dice.shuffle(names)
 
     return draft
 
 
 def against_others(field: str, attribute: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the fact `field` of the company, values of others.
+    """Return a function that drafts (the fact `field` of the company, the same of its peers and four random companies).
 
-    The others are its peers and four random companies; `attribute` names the value in Company.
+    `attribute` names the value in Company.
     """
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return (the company's value, those of other companies)."""
         companies = [*archive.peers(facts.company), *(dice.pick(archive.world.companies) for _ in range(4))]
         return facts[field], dice.shuffle([getattr(company, attribute) for company in companies])
 
@@ -103,15 +97,13 @@ def against_others(field: str, attribute: str) -> Drafter:
 
 
 def office(field: str, attribute: str, rival: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the holder of an office, others.
+    """Return a function that drafts (the holder of an office, [a colleague, the holders at other companies]).
 
-    `field` is the fact with the holder and `attribute` its name in Company. The others are a colleague, in the fact
-    `rival`, and the holders at other companies.
+    `field` is the fact with the holder, `attribute` its name in Company, `rival` the fact with the colleague.
     """
     others = against_others(field, attribute)
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return (the holder's name, the rival's and those of others)."""
         right, wrong = others(facts, dice, archive)
         return right, [facts[rival], *wrong]
 
@@ -119,28 +111,23 @@ def office(field: str, attribute: str, rival: str) -> Drafter:
 
 
 def total(formula: str) -> Callable[[dict[str, int]], int]:
-    """Return a function that computes a formula such as `rev-cost` or `interest*10` from {name: figure}.
-
-    That function raises KeyError for a figure that is not there.
-    """
+    """Return a function that computes a formula such as `rev-cost` or `interest*10` from {name: figure}."""
     terms = re.findall(r"([+-]?)(\w+)(?:\*(\d+))?", formula)
 
     def add_up(n: dict[str, int]) -> int:
-        """Return the formula's value with the figures `n`."""
         return sum((-1 if sign == "-" else 1) * n[name] * int(factor or 1) for sign, name, factor in terms)
 
     return add_up
 
 
 def amounts(right: str, *formulas: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the figure named `right`, results of wrong formulas.
+    """Return a function that drafts (the figure named `right`, results of wrong formulas), amounts in 万元.
 
-    Choices are amounts in 万元. Amounts close to the right one follow, in case too few formulas give another result.
+    Amounts close to the right one follow, in case too few formulas give another result.
     """
     slips = [total(formula) for formula in formulas]
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return (the right amount, wrong ones)."""
         value = facts.numbers[right]
         near = [value + step * (abs(value) // 50 + 7) for step in dice.shuffle(_STEPS)]
         return format_wan(value), [format_wan(amount) for amount in [*(slip(facts.numbers) for slip in slips), *near]]
@@ -149,15 +136,13 @@ def amounts(right: str, *formulas: str) -> Drafter:
 
 
 def ratios(right: str, *formulas: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the ratio named `right`, results of wrong formulas.
+    """Return a function that drafts (the ratio named `right`, results of wrong formulas `part/whole`), in percent.
 
-    A formula is `part/whole`, choices are in percent. Ratios close to the right one follow, in case too few formulas
-    give another result.
+    Ratios close to the right one follow, in case too few formulas give another result.
     """
     slips = [tuple(map(total, formula.split("/"))) for formula in formulas]
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return (the right ratio, wrong ones)."""
         n = facts.numbers
         near = [decimal(n[right] + 97 * step) + "%" for step in dice.shuffle(_STEPS)]
         return decimal(n[right]) + "%", [percent(part(n), whole(n)) for part, whole in slips] + near
@@ -176,10 +161,8 @@ def revenue_growth(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 def income_tax(facts: Facts, dice: Dice, archive: Archive) -> Draft:
     """Return (the tax on the company's profit, the tax at rates from 5 to 25 % in random order)."""
-    profit = facts.books.profit
-    return format_wan(facts.books.tax), [
-        format_wan((profit * rate + 50) // 100) for rate in dice.shuffle((5, 10, 15, 20, 25))
-    ]
+    rates = dice.shuffle((5, 10, 15, 20, 25))
+    return format_wan(facts.books.tax), [format_wan((facts.books.profit * rate + 50) // 100) for rate in rates]
 
 
 def bond_coupon(facts: Facts, dice: Dice, archive: Archive) -> Draft:
@@ -217,10 +200,9 @@ def earnings_per_share(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 
 def year_of(field: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the year in `field`, years up to five apart."""
+    """Return a function that drafts (the year in `field`, years up to five before and after)."""
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return (the year, years up to five before and after)."""
         return f"{facts[field]}年", [f"{int(facts[field]) + step}年" for step in dice.shuffle(_STEPS)]
 
     return draft
@@ -266,8 +248,6 @@ OPEN_BOOK = questions(
 
 LETTERS = "ABCD"
 CLOSED_BOOK = "公司常识"
-
-
 _CLOSED = questions(
     "closed_book",
     {
@@ -300,15 +280,15 @@ def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
         is_open = dice.random() < 0.6
         facts = (stage if is_open else last_year).draw(dice)
         question = dice.pick(OPEN_BOOK if is_open else _CLOSED)
-        if not question.applies(facts):
+        if not question.rule.applies(facts):
             continue
         if not letters:
             letters = _deal(dice)
         letter = letters.pop()
-        draft = question.draft(facts, dice, archive)
+        draft = question.rule.draft(facts, dice, archive)
         choices = three_wrong(draft)
         choices.insert(letter, draft[0])
-        lines = [fill(dice, question.context, facts) + fill(dice, question.stems, facts)]
+        lines = [fill(dice, question.rule.context, facts) + fill(dice, question.stems, facts)]
         lines += [f"{name}. {choice}" for name, choice in zip(LETTERS, choices, strict=True)]
         lines.append(f"答案：{LETTERS[letter]}")
         yield "\n".join(lines), {"subject": question.subject, "answer": LETTERS[letter]}

@@ -74,16 +74,12 @@ def growth(now: int, before: int) -> str:
             return "由盈转亏"
         return "亏损收窄" if now > before else "亏损扩大"
     change = hundredths_of_percent(now - before, before)
-    if change == 0:
-        return "持平"
-    return f"增长{decimal(change)}%" if change > 0 else f"下降{decimal(-change)}%"
+    return f"{'增长' if change > 0 else '下降'}{decimal(abs(change))}%" if change else "持平"
 
 
 def growth_cell(now: int, before: int) -> str:
     """Return the change of a figure as a table prints it, '12.34%'; 不适用 unless both years are positive."""
-    if now <= 0 or before <= 0:
-        return "不适用"
-    return percent(now - before, before)
+    return percent(now - before, before) if now > 0 and before > 0 else "不适用"
 
 
 def points(now: int, before: int) -> str:
@@ -95,9 +91,8 @@ def points(now: int, before: int) -> str:
 
 def weekday(year: int, month: int, day: int) -> date:
     """Return that date, or the Monday after it if it is a Saturday or Sunday; `day` is at most 26."""
-    given = date(year, month, day)
-    late = given.weekday() - 4
-    return given if late <= 0 else date(year, month, day + 3 - late)
+    late = date(year, month, day).weekday() - 4
+    return date(year, month, day if late <= 0 else day + 3 - late)
 
 
 def format_day(day: date) -> str:
@@ -162,11 +157,8 @@ class Facts(dict[str, str]):
         self["cause2"] = causes[(other + 1) % len(causes)]
         self["worry"] = industry.down[self.chance(2, len(industry.down))]
         self["hope"] = industry.up[self.chance(3, len(industry.up))]
-        self["mood"] = (
-            ("稳中有进", "增势良好", "持续扩张")[first % 3]
-            if rising
-            else ("有所承压", "短期放缓", "面临调整")[first % 3]
-        )
+        moods = ("稳中有进", "增势良好", "持续扩张") if rising else ("有所承压", "短期放缓", "面临调整")
+        self["mood"] = moods[first % 3]
         grade = rating(n["dr"])
         self.update(grade=grade, band=BAND[grade], grade1=rating(n["dr1"]))
 
@@ -237,8 +229,6 @@ class Facts(dict[str, str]):
 
 _ISSUES = {"forecast": 3, "report": 20, "record": 45, "pledge": 60, "contract": 75, "board": 85, "bond": 95}
 _YEAR_BEFORE = tuple(name + "1" for name in Books._fields)
-
-
 _NAMES = {name: attrgetter(path) for name, path in templates("names").items()}
 
 
@@ -293,9 +283,7 @@ class Quoted(dict[str, str]):
 
         Raises KeyError for an unknown letter, name or form.
         """
-        if key[1] == "_":
-            return self.others[key[0]][key[2:]]
-        return self.facts[key]
+        return self.others[key[0]][key[2:]] if key[1] == "_" else self.facts[key]
 
 
 _CACHED_FACTS = 6_000
@@ -329,10 +317,8 @@ class Archive:
     def customer(self, facts: Facts) -> Facts:
         """Return the same year's facts of the other party to its contract: a company of a neighbouring group."""
         group = facts.company.number // GROUP
-        other = (group ^ 1) * GROUP
-        if other >= len(self.world.companies):
-            other = (group - 1) * GROUP
-        return self.facts(self.world.companies[other + facts.chance(61, GROUP)], facts.year)
+        other = group ^ 1 if (group ^ 1) * GROUP < len(self.world.companies) else group - 1
+        return self.facts(self.world.companies[other * GROUP + facts.chance(61, GROUP)], facts.year)
 
 
 class Stage:

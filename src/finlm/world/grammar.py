@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +52,8 @@ class Press:
         self.name = form.name
         self.label = form.label
         self._paragraphs = [
-            (heads, [_compile_bank(r) for r in sentences], share) for heads, sentences, share in form.paragraphs
+            (heads, [tuple(map(_compile_phrase, readings)) for readings in sentences], share)
+            for heads, sentences, share in form.paragraphs
         ]
 
     def render(self, dice: Dice, words: Words) -> str:
@@ -86,12 +86,7 @@ def fill(dice: Dice, bank: Bank, words: Words) -> str:
 
 def bank(template: str) -> Bank:
     """Return the readings of the template, compiled for fill(). Raises ValueError for a surplus closing bracket."""
-    return _compile_bank(phrases(template))
-
-
-def _compile_bank(readings: Readings) -> Bank:
-    """Return the readings compiled for fill()."""
-    return tuple(_compile_phrase(text) for text in readings)
+    return tuple(map(_compile_phrase, phrases(template)))
 
 
 def _compile_phrase(text: str) -> Phrase:
@@ -134,15 +129,12 @@ def _alternatives(text: str, at: int) -> tuple[list[str], int]:
     return done + current, at
 
 
-@cache
-def _read_words() -> dict[str, dict[str, str]]:
-    """Return the sections of prose/words.toml, {section: {name: template}}; read once."""
-    return tomllib.loads((_PROSE / "words.toml").read_text(encoding="utf-8"))
+_WORDS: dict[str, dict[str, str]] = tomllib.loads((_PROSE / "words.toml").read_text(encoding="utf-8"))
 
 
 def templates(section: str) -> dict[str, str]:
     """Return {name: template} of a section of prose/words.toml. Raises KeyError if there is no such section."""
-    return _read_words()[section]
+    return _WORDS[section]
 
 
 def banks(section: str) -> dict[str, Bank]:
@@ -175,11 +167,9 @@ def forms(text: str, tables: Mapping[str, Readings] | None = None) -> tuple[Form
             mark, rest = line[0], line[1:].strip()
             if mark in "#*":
                 share = re.search(r"\s*(\d+)%$", rest)
-                headings = rest[: share.start()] if share else rest
-                banks = []
-                paragraphs.append(
-                    Paragraph(phrases(headings) if headings else (), (), int(share[1]) / 100 if share else 1)
-                )
+                headings, banks = rest[: share.start()] if share else rest, []
+                heads = phrases(headings) if headings else ()
+                paragraphs.append(Paragraph(heads, (), int(share[1]) / 100 if share else 1))
             elif mark == "|":
                 banks[-1] += phrases(rest.replace("\\n", "\n"))
             elif mark == "@":

@@ -250,10 +250,9 @@ def _decimal(tenths: int) -> str:
 
 
 def _difference_ratio(first: str, second: str, whole: str) -> Solver:
-    """Return a solver for (first - second) / whole, where these name figures of the company."""
+    """Return a solver for (first - second) / whole in percent, where these name figures of the company."""
 
     def solve(facts: Facts, peer: Facts) -> Problem:
-        """Return the problem with its two steps and the ratio in percent. Raises _TooSmall."""
         values = _quote(facts, first, second, whole)
         a, b, total = values[first], values[second], values[whole]
         division, tenths = _divide(a - b, total)
