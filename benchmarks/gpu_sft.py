@@ -284,7 +284,7 @@ def proof(count: int, longest: int) -> str:
     from finlm.train import batches
     from finlm.train.model import kernels
 
-    name = batches.attention_implementation(DEVICE.device_name(), DTYPE)
+    name = batches.NAME if batches.has_document_kernel(DEVICE.device_name(), DTYPE, has_sinks=False) else "sdpa"
     torch.manual_seed(0)
     small = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4

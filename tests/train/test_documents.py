@@ -67,7 +67,6 @@ def varlen_by_definition(
 def attend_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models attend as on a GPU, with the kernel's definition in its place."""
     monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
-    batches.AttentionInterface.register(batches.NAME, batches._attend)
 
 
 @pytest.mark.parametrize("left", [-1, 7, 40])

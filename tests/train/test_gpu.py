@@ -120,7 +120,7 @@ def test_documents_of_a_row_do_not_see_each_other(compiled: bool) -> None:
     inputs = torch.randint(0, VOCABULARY, (4, 512), generator=torch.Generator().manual_seed(1)).cuda()
     exact, reference = small(torch.float32), small(torch.bfloat16)
     swapped = small(torch.bfloat16, 5120)
-    swapped.set_attn_implementation(batches.attention_implementation("cuda", torch.bfloat16))
+    swapped.set_attn_implementation(batches.NAME)
     with torch.no_grad():
         for model in (swapped, reference):
             for name, parameter in model.named_parameters():
@@ -163,8 +163,7 @@ def test_documents_of_every_type_do_not_see_each_other(
     inputs, labels = (each.cuda() for each in cells.batch())
     numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in cells.LENGTHS])
     exact, plain_bf16 = at.plain.cuda(), cells.build(at.small, "eager", at.plain).cuda().bfloat16()
-    attention = batches.attention_implementation("cuda", torch.bfloat16)
-    swapped = cells.build(copy.deepcopy(at.small), attention, at.plain.cpu()).cuda().bfloat16()
+    swapped = cells.build(copy.deepcopy(at.small), batches.NAME, at.plain.cpu()).cuda().bfloat16()
     exact.cuda()
     kernels.swap(swapped, dataclasses.replace(at.plan, vocab_size=cells.VOCABULARY, compiled=compiled))
 

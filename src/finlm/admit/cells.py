@@ -78,8 +78,7 @@ class Case:
 
 def attention_of(config: Any) -> str:
     """Return the attn_implementation to train a model on a CPU, no document masks. Raises as has_sinks() does."""
-    sinks = has_sinks(config)
-    return batches.attention_implementation("cpu", torch.float32, sinks) if sinks else plain_attention(config)
+    return batches.NAME if has_sinks(config) else plain_attention(config)
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:

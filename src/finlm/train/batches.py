@@ -158,17 +158,10 @@ def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return (places - starts).view(shape)
 
 
-def attention_implementation(device: str, dtype: torch.dtype, has_sinks: bool = False) -> str:
-    """Return the attn_implementation for document masks: NAME, which it registers with transformers, "sdpa" or "eager".
-
-    NAME needs device "cuda" with compute capability 8.0 or later and a dtype other than fp32; with sinks it also works
-    on a CPU. Elsewhere returns "eager" with sinks, else "sdpa".
-    """
+def has_document_kernel(device: str, dtype: torch.dtype, has_sinks: bool) -> bool:
+    """Return whether attention NAME works here: in 16 bits from compute capability 8.0 on; with sinks, on CPUs too."""
     has_flash = device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
-    if has_flash or (has_sinks and device == "cpu"):
-        AttentionInterface.register(NAME, _attend)
-        return NAME
-    return "eager" if has_sinks else "sdpa"
+    return has_flash or (has_sinks and device == "cpu")
 
 
 def _attend(
@@ -328,6 +321,7 @@ def _fill_up(value: torch.Tensor, size: int) -> torch.Tensor:
     return value if value.shape[-1] == size else functional.pad(value, (0, size - value.shape[-1]))
 
 
+AttentionInterface.register(NAME, _attend)
 AttentionInterface.register(PADDED, _attend_padded)
 AttentionMaskInterface.register(PADDED, sdpa_mask)
 

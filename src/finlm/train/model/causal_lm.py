@@ -140,10 +140,9 @@ def has_sinks(config: PreTrainedConfig) -> bool:
 def _attention(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
     """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one."""
     plain, sinks = plain_attention(config), has_sinks(config)
-    if not sinks and (plain == "eager" or not recipe.data.document_masks):
-        return plain
-    name = batches.attention_implementation(plan.device, DTYPES[plan.precision], sinks)
-    return name if name == batches.NAME else plain
+    is_wanted = sinks or (plain != "eager" and recipe.data.document_masks)
+    has_kernel = is_wanted and batches.has_document_kernel(plan.device, DTYPES[plan.precision], sinks)
+    return batches.NAME if has_kernel else plain
 
 
 def attention_kernel(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
@@ -174,10 +173,9 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             if name.endswith("A_log"):
-                numbers = torch.rand(
-                    len(parameter), generator=_generator(parameter, seed, name), device=parameter.device
-                )
+                numbers = torch.rand(len(parameter), generator=generator, device=parameter.device)
                 parameter.copy_((0.01 + 15.99 * numbers).log())
             elif name.endswith("bias") and not name.endswith("dt_bias"):
                 parameter.zero_()
@@ -185,18 +183,11 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
                 if bool((parameter != parameter.flatten()[:1]).any()):
                     raise RuntimeError(f"{name} is drawn by its class, not by the run's seed")
             else:
-                generator = _generator(parameter, seed, name)
                 # Drawn in fp32, so that bf16 and fp32 runs start from the same weights up to rounding.
                 rows = vocab_size if name in VOCABULARY else len(parameter)
                 shape = (rows, *parameter.shape[1:])
                 parameter.zero_()
                 parameter[:rows] = torch.randn(shape, generator=generator, device=parameter.device) * std
-
-
-def _generator(parameter: torch.Tensor, seed: int, name: str) -> torch.Generator:
-    """Return a random generator on the parameter's device, seeded by a hash of (seed, name)."""
-    generator = torch.Generator(parameter.device)
-    return generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Settings) -> PreTrainedConfig:
