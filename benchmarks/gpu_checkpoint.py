@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm import pipeline
-from finlm.base import processes, units
+from finlm.base import processes
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
 from finlm.recipe import cluster, recipe
@@ -53,7 +53,7 @@ def make(where: Path, gpu: str | None, layers: int, width: Sequence[str]) -> Run
         *("zero.offload_optimizer=none", "zero.offload_param=none", "optim.warmup_steps=4"),
     )
     loaded = recipe.load(QUICKSTART, overrides)
-    hosts = cluster.Cluster((cluster.Host("localhost", 1, gpu, units.available_bytes()),))
+    hosts = cluster.Cluster((cluster.Host("localhost", 1, gpu, processes.available_bytes()),))
     training = pipeline.Training(loaded, hosts, where / "runs")
     pipeline.prepare_data(training)
     pipeline.plan_run(training)
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
     options.where.mkdir(parents=True, exist_ok=True)
-    free, ram = shutil.disk_usage(options.where).free, units.available_bytes()
+    free, ram = shutil.disk_usage(options.where).free, processes.available_bytes()
     room = min(0.85 * free, 0.4 * ram, 92e9)
     layers = options.layers or (2 if options.toy else max(1, int(room / 14 / LAYER_PARAMETERS)))
     print(f"{format_bytes(free)} free at {options.where}, {format_bytes(ram)} of RAM available: {layers} layers")

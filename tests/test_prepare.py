@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from finlm import prepare
-from finlm.base import files, step_cache, units
+from finlm.base import files, processes, step_cache
 from finlm.base.errors import UserError
 from finlm.corpus import documents, encode, steps
 from finlm.corpus.read import readers
@@ -200,8 +200,8 @@ def test_a_step_whose_files_are_not_as_long_as_they_were_is_made_again(
 def test_the_bytes_do_not_depend_on_workers_or_blocks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = contents(prepared(make("data.num_proc=1", cache="one")))
     monkeypatch.setattr(readers, "BLOCK_BYTES", 10_000)
-    for processes in (1, 2):
-        found = contents(prepared(make(f"data.num_proc={processes}", cache=f"small-{processes}")))
+    for workers in (1, 2):
+        found = contents(prepared(make(f"data.num_proc={workers}", cache=f"small-{workers}")))
         assert found == reference
 
 
@@ -467,7 +467,7 @@ def test_a_full_disk_is_told_before_and_cleaned_up_after(
         with pytest.raises(UserError, match="not enough disk space for the step documents to shards"):
             prepared(make(f"data.sources={tmp_path}/corpus/reports.jsonl"))
     with monkeypatch.context() as patch:
-        patch.setattr(units, "available_bytes", lambda: 1000)
+        patch.setattr(processes, "available_bytes", lambda: 1000)
         with pytest.raises(UserError, match=r"training a tokenizer on .* does not fit in memory"):
             prepared(make("data.num_proc=1"))
     assert not steps_in(tmp_path / "cache")

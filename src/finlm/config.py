@@ -21,8 +21,7 @@ from pathlib import Path
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.screen import format_count
-from finlm.base.units import format_bytes, format_duration
+from finlm.base.units import format_bytes, format_count, format_duration
 from finlm.plan import gpus, host_memory, memory, planner
 from finlm.plan.plan import ON_HOST, Plan, is_contiguous
 from finlm.recipe import cluster, rules, shape

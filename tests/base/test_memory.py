@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finlm.base import units
+from finlm.base import processes
 
 MIB = 2**20
 
@@ -33,4 +33,4 @@ def test_a_limit_of_an_ancestor_binds_and_page_cache_is_free(
     for name, count in numbers.items():
         (cgroup / directory / name).write_text(f"{count * MIB}\n")
     (cgroup / directory / "memory.stat").write_text(f"anon 5\n{cache} {50 * MIB}\n")
-    assert units.available_bytes(proc, cgroup) == expected * MIB
+    assert processes.available_bytes(proc, cgroup) == expected * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finlm.base import screen, units
+from finlm.base import units
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_anything_else_is_refused(text: object) -> None:
 
 def test_numbers_are_shown_in_the_unit_a_reader_expects() -> None:
     assert [units.format_bytes(v) for v in (10, 1536, 3 * 2**40)] == ["10 B", "1.5 KiB", "3.0 TiB"]
-    assert [screen.format_count(v) for v in (9999, 12_345, 6_394_000_000)] == ["9,999", "12.3k", "6.39B"]
-    assert [screen.format_count(v) for v in (999_997_440, 999_600)] == ["1B", "1M"]
-    assert [screen.format_rate(v) for v in (0.01234, 12.34, 312.5)] == ["0.012", "12", "312"]
+    assert [units.format_count(v) for v in (9999, 12_345, 6_394_000_000)] == ["9,999", "12.3k", "6.39B"]
+    assert [units.format_count(v) for v in (999_997_440, 999_600)] == ["1B", "1M"]
+    assert [units.format_rate(v) for v in (0.01234, 12.34, 312.5)] == ["0.012", "12", "312"]
     times = [units.format_duration(v) for v in (1.5, 600, 3 * 3600, 86400 * 3, 86400 * 365.25 * 11)]
     assert times == ["1.5 seconds", "10 minutes", "3 hours", "3 days", "11 years"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finlm.base import units
+from finlm.base import processes
 from finlm.base.errors import UserError
 from finlm.corpus import selection, vocabulary
 from finlm.corpus.vocabulary import shares
@@ -69,7 +69,7 @@ def test_weights_name_sources_or_globs() -> None:
 
 
 def test_a_sample_beyond_memory_is_refused_with_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "available_bytes", lambda: 60_000_000)
+    monkeypatch.setattr(processes, "available_bytes", lambda: 60_000_000)
     table = fake_table()
     table.text_bytes[:] *= 50_000
     with pytest.raises(UserError, match="does not fit in memory") as caught:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finlm.base import units
+from finlm.base import processes
 from finlm.base.errors import UserError
 from finlm.corpus import workers
 
@@ -38,7 +38,7 @@ def test_the_limits_of_this_machine_are_real_numbers() -> None:
     found = workers.limits(4)
     assert len(found) == 3 and min(found.values()) >= 1
     assert workers.available_cores() <= len(os.sched_getaffinity(0))
-    assert 0 < units.available_bytes() < 2**50
+    assert 0 < processes.available_bytes() < 2**50
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -1,4 +1,4 @@
-"""Control processes of this host: families that end together, blocked signals, ports.
+"""Use this host: processes, families of them that end together, the memory left, ports, requests over HTTP.
 
 Families end by Linux's prctl(2), with no handler or thread of ours; on other systems these functions do nothing.
 """
@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from finlm.base.errors import UserError
 
@@ -119,6 +120,47 @@ def python_path(code: Path, env: Mapping[str, str]) -> str:
     return os.pathsep.join(filter(None, (str(code), env.get("PYTHONPATH"))))
 
 
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many bytes of memory this process can still use: MemAvailable, or less where a cgroup limits it.
+
+    Page cache counts as free. `proc` and `cgroup` are where these file systems are mounted. Raises OSError without
+    /proc/meminfo.
+    """
+    rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    least = int(rows["MemAvailable"].split()[0]) * 1024
+    groups = proc / "self" / "cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, name = line.split(":", 2)
+        old = "memory" in controllers.split(",")
+        if controllers and not old:
+            continue
+        root = cgroup / "memory" if old else cgroup
+        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
+        here = root / name.lstrip("/")
+        for directory in (here, *here.parents):
+            if not directory.is_relative_to(root):
+                break
+            least = min(least, _bytes_left(directory, limit, used, least))
+    return max(0, least)
+
+
+def _bytes_left(directory: Path, limit: str, used: str, otherwise: int) -> int:
+    """Return the bytes that a cgroup's limit leaves, inactive page cache included; `otherwise` if it has no limit.
+
+    `limit` and `used` are the names of the files in the cgroup's directory to read. Returns `otherwise` too if they
+    cannot be read. Less than 0 is possible.
+    """
+    try:
+        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return otherwise
+    if most == "max":
+        return otherwise
+    # In version 1 the use counts those below, and so must what of it is page cache.
+    return int(most) - now + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+
+
 def free_port(port: int) -> int | str:
     """Return `port` if it can be listened on, or for 0 a random free port of PORTS; else the system's reason as text.
 
@@ -149,3 +191,31 @@ def listen(host: str, port: int) -> socket.socket:
         fix = "give another --port or --host"
         raise UserError(f"cannot listen at {host}:{port}", evidence=str(error), fix=fix) from None
     return listening
+
+
+def send(url: str, body: bytes | None, key: str | None, timeout: float) -> bytes:
+    """POST the JSON `body` to the URL, or GET it for None; return at most 16 MiB of the answer.
+
+    Sends the key, unless empty, as a bearer token. Each wait for the server ends after `timeout` seconds. Raises
+    OSError (HTTPError for the status of an error or a redirect), HTTPException or ValueError.
+    """
+    from urllib.request import Request  # here, since it takes 30 ms to import
+
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    with _opener().open(Request(url, body, headers), timeout=timeout) as response:
+        return bytes(response.read(16 * 2**20))
+
+
+@cache
+def _opener() -> Any:
+    """Return the opener, one a process, that follows no redirect: it would carry the key to another host."""
+    from urllib import request as http
+
+    opener = http.OpenerDirector()
+    handlers: tuple[type[http.BaseHandler], ...] = (
+        *(http.ProxyHandler, http.UnknownHandler, http.HTTPHandler, http.HTTPSHandler),
+        *(http.HTTPDefaultErrorHandler, http.HTTPErrorProcessor),
+    )
+    for handler in handlers:
+        opener.add_handler(handler())
+    return opener

@@ -82,7 +82,11 @@ def seal_model(directory: Path, **origin: Any) -> None:
         path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in sha256(paths, THREADS).items()
     }
     files.write_json(directory / MODEL_MANIFEST, {"version": VERSION, **origin, "files": parts})
-    follow_umask(directory)
+    umask = os.umask(0)  # which can only be read by setting it
+    os.umask(umask)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
 
 
 def prove_model(directory: Path) -> None:
@@ -347,15 +351,6 @@ def tree_hash(root: Path, paths: Iterable[Path]) -> str:
     """Return the hex sha256 over (relative path, sha256) of the files, independent of their order."""
     lines = sorted(f"{path.relative_to(root).as_posix()} {files.sha256_file(path)}" for path in paths)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def follow_umask(directory: Path) -> None:
-    """Set the mode of all files below to 0666 less the umask: safetensors writes them for their owner only."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in directory.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)
 
 
 def tree_bytes(directory: Path) -> int:

@@ -134,9 +134,7 @@ def say(text: str = "") -> None:
 
 def program() -> str:
     """Return the command that starts finlm here: `finlm` if it is on the PATH, else PYTHON -m finlm."""
-    interpreter = Path(sys.executable)
-    shown = interpreter.relative_to(Path.cwd()) if interpreter.is_relative_to(Path.cwd()) else interpreter
-    return "finlm" if shutil.which("finlm") else f"{shown} -m finlm"
+    return "finlm" if shutil.which("finlm") else f"{relative(Path(sys.executable))} -m finlm"
 
 
 def say_command(command: str) -> None:
@@ -353,20 +351,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in lines[1:]:
         grid.add_row(*(Text(word, _STYLES.get(word, "")) for word in row))  # Text: brackets in it are no markup
     console(_results).print(grid)
-
-
-def format_count(value: float) -> str:
-    """Return a count as text; from 10,000 on with three digits and a suffix k, M, B or T: 6394000000 -> '6.39B'."""
-    value = float(f"{value:.3g}") if abs(value) >= 1e4 else value  # 999,999,999 is 1B, not 1e+03M
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:,.0f}"
-
-
-def format_rate(value: float) -> str:
-    """Return a number with two digits, or as a whole number from 99.5 on: 0.0123 -> '0.012', 312.5 -> '312'."""
-    return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
 
 
 def relative(path: Path) -> Path:

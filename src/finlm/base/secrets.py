@@ -1,4 +1,4 @@
-"""Replace what looks like a credential before it is written: by its name, by its form, or inside a URL; send a key.
+"""Replace what looks like a credential before it is written: by its name, by its form, or inside a URL.
 
 Rather too much than too little: what is cut out here is only for reading. The code a run carries, its recipe.yaml and
 env/ are copied as they are: a run directory is as private as the recipe.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -100,31 +99,3 @@ def _is_secret_option(argument: str) -> bool:
     """Return whether an argument is an option, such as --api-key, whose value is a secret; --tokens is a count."""
     is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
     return is_option and _SECRET_NAME.search(argument) is not None
-
-
-def send(url: str, body: bytes | None, key: str | None, timeout: float) -> bytes:
-    """POST the JSON `body` to the URL, or GET it for None; return at most 16 MiB of the answer.
-
-    Sends the key, unless empty, as a bearer token. Each wait for the server ends after `timeout` seconds. Raises
-    OSError (HTTPError for the status of an error or a redirect), HTTPException or ValueError.
-    """
-    from urllib.request import Request  # here, since it takes 30 ms to import
-
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    with _opener().open(Request(url, body, headers), timeout=timeout) as response:
-        return bytes(response.read(16 * 2**20))
-
-
-@cache
-def _opener() -> Any:
-    """Return the opener, one a process, that follows no redirect: it would carry the key to another host."""
-    from urllib import request as http
-
-    opener = http.OpenerDirector()
-    handlers: tuple[type[http.BaseHandler], ...] = (
-        *(http.ProxyHandler, http.UnknownHandler, http.HTTPHandler, http.HTTPSHandler),
-        *(http.HTTPDefaultErrorHandler, http.HTTPErrorProcessor),
-    )
-    for handler in handlers:
-        opener.add_handler(handler())
-    return opener

@@ -1,10 +1,9 @@
-"""Parse and format sizes, counts and durations (bytes, tokens, documents, seconds); the memory this host has left."""
+"""Parse and format sizes, counts and durations (bytes, tokens, documents, seconds)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -52,6 +51,20 @@ def format_items(items: Mapping[str, int], most: int | None = None) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
 
 
+def format_count(value: float) -> str:
+    """Return a count as text; from 10,000 on with three digits and a suffix k, M, B or T: 6394000000 -> '6.39B'."""
+    value = float(f"{value:.3g}") if abs(value) >= 1e4 else value  # 999,999,999 is 1B, not 1e+03M
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def format_rate(value: float) -> str:
+    """Return a number with two digits, or as a whole number from 99.5 on: 0.0123 -> '0.012', 312.5 -> '312'."""
+    return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
+
+
 def format_duration(seconds: float) -> str:
     """Return seconds in a fitting unit with three digits: 90061 -> '25 hours'; years from 730 days on, for plans."""
     for size, unit in ((730 * 86400, "years"), (2 * 86400, "days"), (2 * 3600, "hours"), (120, "minutes")):
@@ -59,44 +72,3 @@ def format_duration(seconds: float) -> str:
             per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
             return f"{seconds / per:.3g} {unit}"
     return f"{seconds:.3g} seconds"
-
-
-def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many bytes of memory this process can still use: MemAvailable, or less where a cgroup limits it.
-
-    Page cache counts as free. `proc` and `cgroup` are where these file systems are mounted. Raises OSError without
-    /proc/meminfo.
-    """
-    rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-    least = int(rows["MemAvailable"].split()[0]) * 1024
-    groups = proc / "self" / "cgroup"
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, name = line.split(":", 2)
-        old = "memory" in controllers.split(",")
-        if controllers and not old:
-            continue
-        root = cgroup / "memory" if old else cgroup
-        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
-        here = root / name.lstrip("/")
-        for directory in (here, *here.parents):
-            if not directory.is_relative_to(root):
-                break
-            least = min(least, _bytes_left(directory, limit, used, least))
-    return max(0, least)
-
-
-def _bytes_left(directory: Path, limit: str, used: str, otherwise: int) -> int:
-    """Return the bytes that a cgroup's limit leaves, inactive page cache included; `otherwise` if it has no limit.
-
-    `limit` and `used` are the names of the files in the cgroup's directory to read. Returns `otherwise` too if they
-    cannot be read. Less than 0 is possible.
-    """
-    try:
-        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return otherwise
-    if most == "max":
-        return otherwise
-    # In version 1 the use counts those below, and so must what of it is page cache.
-    return int(most) - now + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finlm.base import screen, units
+from finlm.base import processes, screen, units
 from finlm.base.errors import UserError
 from finlm.base.step_cache import NotPrepared, Step
 from finlm.corpus import documents, selection
@@ -107,7 +107,7 @@ def lines(texts: Iterable[str], longest: int = sys.maxsize) -> Iterator[str]:
 
 def check_memory(sample_bytes: int) -> None:
     """Raise UserError when training a tokenizer on this many bytes of text does not fit in memory."""
-    needed, available = _MEMORY_PER_SAMPLE_BYTE * sample_bytes, units.available_bytes()
+    needed, available = _MEMORY_PER_SAMPLE_BYTE * sample_bytes, processes.available_bytes()
     if needed > available:
         raise UserError(
             f"training a tokenizer on {units.format_bytes(sample_bytes)} of text does not fit in memory",

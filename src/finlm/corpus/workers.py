@@ -34,7 +34,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from finlm.base import files, screen, units
+from finlm.base import files, processes, screen, units
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Cache, Step
 from finlm.recipe.schema import Recipe
@@ -64,7 +64,7 @@ def limits(asked: int) -> dict[str, int]:
     A number may be 0 or less. Lifts this process's soft limit of open files as far as the `asked` workers need.
     """
     cores = available_cores()
-    free = units.available_bytes()
+    free = processes.available_bytes()
     used = _FILES_IN_RESERVE + len(os.listdir("/proc/self/fd"))
     allowed = _allow_open_files(used + _FILES_PER_WORKER * min(asked, cores))
     return {
@@ -122,9 +122,10 @@ def open_pool(count: int) -> Iterator[Submit | None]:
     try:
         yield submit
     except BrokenProcessPool as error:
+        free = units.format_bytes(processes.available_bytes())
         raise UserError(
             "a worker process was killed",
-            evidence=f"{error}\n{count} workers, {units.format_bytes(units.available_bytes())} of memory available now",
+            evidence=f"{error}\n{count} workers, {free} of memory available now",
             fix="if the kernel log says out of memory, lower data.num_proc; finished steps are kept",
         ) from None
     finally:

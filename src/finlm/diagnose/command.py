@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from http.client import HTTPException
@@ -23,9 +24,9 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from finlm.base import screen
+from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.base.secrets import send
+from finlm.base.processes import send
 from finlm.diagnose.findings import Finding, diagnose
 from finlm.diagnose.lines import Log, clean, exceptions
 from finlm.diagnose.read import scan
@@ -190,13 +191,8 @@ def keep_findings(findings: Sequence[Finding], path: Path) -> None:
     """Write the findings to diagnosis.json for the report, if `path` is a run directory; ignore a failed write."""
     if not (path / "recipe.yaml").exists():
         return
-    text = json.dumps({"findings": [vars(finding) for finding in findings]}, ensure_ascii=False, indent=1)
-    partial = path / "diagnosis.json.partial"
-    try:
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(str(partial), str(path / "diagnosis.json"))
-    except OSError:
-        return  # a read-only copy can be diagnosed too
+    with suppress(OSError):  # a read-only copy can be diagnosed too
+        files.write_json(path / "diagnosis.json", {"findings": [vars(finding) for finding in findings]})
 
 
 _WORDS = {

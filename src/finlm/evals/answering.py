@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from finlm.base import files, screen, units
+from finlm.base import files, processes, screen
 from finlm.base.errors import UserError
 from finlm.evals import questions as sets
 from finlm.evals.questions import STYLES, Question, Style, Suite
@@ -273,7 +273,7 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
     if prefix is None:
         return 1_000
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in prefix.layers)
-    free = torch.cuda.mem_get_info(opened.device)[0] if opened.device.type == "cuda" else units.available_bytes()
+    free = torch.cuda.mem_get_info(opened.device)[0] if opened.device.type == "cuda" else processes.available_bytes()
     return max(1, min(1_000, int(_SHARE_OF_FREE_MEMORY * free / held)))
 
 

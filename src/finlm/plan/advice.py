@@ -11,8 +11,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from finlm.base.screen import format_count, format_rate
-from finlm.base.units import format_bytes, format_duration
+from finlm.base.units import format_bytes, format_count, format_duration, format_rate
 from finlm.plan import gpus, host_memory, memory, search, speed
 from finlm.plan.plan import CHOICES, Plan, best_interval, seconds_between
 from finlm.plan.search import Candidate

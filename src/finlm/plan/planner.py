@@ -14,8 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from finlm.base.screen import format_count
-from finlm.base.units import format_bytes, format_items
+from finlm.base.units import format_bytes, format_count, format_items
 from finlm.plan import advice, gpus, host_memory, memory, search, speed
 from finlm.plan.gpus import PlanError
 from finlm.plan.memory import Layout

@@ -16,9 +16,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from finlm.base import screen
-from finlm.base.screen import format_count, format_rate
 from finlm.base.secrets import redact_key
-from finlm.base.units import format_bytes, format_duration, format_items
+from finlm.base.units import format_bytes, format_count, format_duration, format_items, format_rate
 from finlm.plan import advice, planner, search
 from finlm.plan.advice import Change
 from finlm.plan.gpus import Gpu

@@ -24,7 +24,7 @@ from typing import Any
 from finlm.base import files, screen
 from finlm.base.rundir import RunDir
 from finlm.base.runs import is_held, lock_holder, newest_runs
-from finlm.base.screen import format_count
+from finlm.base.units import format_count
 from finlm.recipe import parents
 from finlm.record.manifest import Manifest
 

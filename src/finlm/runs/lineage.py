@@ -37,7 +37,6 @@ WAYS = {"hosts": {}, "launch": Launch()}  # how hosts are reached and watched: m
 SIZES = ("steps", "tokens_per_step", "sequence_length", "vocab_size", "padded_vocab_size", "parameters")
 TRAINED = ("precision", "device", *SIZES)  # keys of the plan that say what is trained; the others say how
 SHOWN = ("world_size", "zero_stage", "offload_optimizer", "offload_param", "micro_batch", "gradient_accumulation_steps")
-THREADS = 16
 
 
 # What a finished run may be continued with. Without a schedule the rate is the one in the optimizer's saved state.
@@ -310,7 +309,7 @@ def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_n
                 missing = missing or error
                 continue
         try:
-            damage = disk.find_faults(directory, Manifest.read(directory).files, THREADS)
+            damage = disk.find_faults(directory, Manifest.read(directory).files, disk.THREADS)
         except (OSError, disk.Unreadable) as error:
             damage = [f"{disk.MANIFEST}: {error}"]
         if not damage:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finlm.base.errors import UserError
-from finlm.base.secrets import send
+from finlm.base.processes import send
 from finlm.recipe.schema_data import SelfQA
 
 VERSION = 1  # of the prompts: another one is another data set

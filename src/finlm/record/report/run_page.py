@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader, Undefined
 
-from finlm.base import files, language, screen, units
+from finlm.base import files, language, units
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
 from finlm.plan import memory
@@ -302,7 +302,7 @@ def show(value: Any, how: Callable[[Any], str]) -> str | None:
 
 
 count = partial(show, how=lambda value: f"{value:,.0f}")  # 1,234,567
-short = partial(show, how=screen.format_count)  # 2.05M
+short = partial(show, how=units.format_count)  # 2.05M
 size = partial(show, how=units.format_bytes)
 duration = partial(show, how=units.format_duration)
 

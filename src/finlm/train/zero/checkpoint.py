@@ -29,8 +29,9 @@ from finlm.base import checkpoints as disk
 from finlm.base import files
 from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import UserError, reason
+from finlm.base.processes import available_bytes
 from finlm.base.rundir import STEP_VARIABLE, RunDir, host_name
-from finlm.base.units import available_bytes, format_bytes
+from finlm.base.units import format_bytes
 from finlm.plan.plan import ON_HOST, Plan
 from finlm.recipe.settings import CheckpointSettings
 from finlm.train import entry

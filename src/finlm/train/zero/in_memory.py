@@ -31,8 +31,9 @@ from torch import distributed
 from finlm.base import checkpoints as disk
 from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import reason
+from finlm.base.processes import available_bytes
 from finlm.base.rundir import RunDir, host_name
-from finlm.base.units import available_bytes, format_bytes
+from finlm.base.units import format_bytes
 from finlm.plan.plan import Plan, best_interval, seconds_between
 from finlm.recipe.settings import CheckpointSettings
 from finlm.train import entry
