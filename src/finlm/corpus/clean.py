@@ -131,10 +131,7 @@ def bad_keywords(words: frozenset[str], limit: int) -> Filter:
 
 
 def read_keywords(name: str) -> frozenset[str]:
-    """Return the words of the list data.clean.bad_keywords: a word per line, # starts a comment line.
-
-    Raises UserError for a file that cannot be read or has no words.
-    """
+    """Return the words of the list data.clean.bad_keywords, without # lines. UserError if unreadable or empty."""
     path, key = Path(name).expanduser(), "data.clean.bad_keywords"
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -179,10 +176,7 @@ class Cleaner:
         return frozenset(name for name, _ in (*self.changes, *self.filters))
 
     def finish(self, spelled: str, rules: Rules) -> tuple[str, str | None]:
-        """Apply the named rules to a normalised text without HTML, and all later rules once a rule has changed it.
-
-        Returns (clean text, None), or ("", reason) for a document to drop.
-        """
+        """Apply the named rules to a normalised text, and all later ones once it changed; return as __call__()."""
         text = spelled
         for name, change in self.changes:
             if name in rules or text is not spelled:
@@ -261,10 +255,7 @@ def _encode(text: str, reason: str | None) -> Cleaned:
 
 
 def _clean_block(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
-    """Return the Cleaned of each of `texts`, which are few enough for arrays of all their characters.
-
-    Changes are made in all texts at once where that is simple; other texts go through the rules one by one.
-    """
+    """Return the Cleaned of each text: frequent changes in arrays of all characters, what is rare text by text."""
     changed = dict[int, str]()  # by the text's index
     rules, change = cleaner.rules, dict[str, Any](cleaner.changes)
     if cleaner.settings.html:
@@ -333,10 +324,7 @@ def _find_hard(cleaner: Cleaner, spelled: blocks.Block, block: blocks.Block) -> 
 
 
 def _find_concerned(block: blocks.Block, cleaner: Cleaner) -> Iterator[tuple[str, blocks.Bools]]:
-    """Yield (filter's key in data.clean, bool [texts]: which it may drop) for each filter of the cleaner.
-
-    A text marked is not judged yet; all are marked for a filter that is not known here.
-    """
+    """Yield (filter's key in data.clean, bool [texts]: which it has to judge) for each filter of the cleaner."""
     settings, size = cleaner.settings, np.diff(block.limits)
     enough = size >= ENOUGH
     digits, others = block.count(block.where(blocks.DIGIT)), block.count(block.where(blocks.OTHER))

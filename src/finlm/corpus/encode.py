@@ -187,10 +187,7 @@ class _Stream:
             )
 
     def _cuts(self, ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Yield ranges first:last of documents that fit the open shard; closes a shard that has no room left.
-
-        `ends` [documents] counts the tokens up to the end of each document.
-        """
+        """Yield ranges first:last of documents, which end at `ends`, that fit the open shard; close a full one."""
         first = 0
         while first < len(ends):
             used = self._shard.tokens if self._shard else 0

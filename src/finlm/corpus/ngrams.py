@@ -165,10 +165,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 def sign_block(data: bytes, ends: Numbers, sizes: Numbers | None = None) -> Signatures:
-    """Return the signatures of UTF-8 texts end to end, uint16 [documents, BINS]: zeros for a text without a 5-gram.
-
-    `ends` and `sizes` are those of characters().
-    """
+    """Return the signatures of UTF-8 texts, uint16 [documents, BINS], zeros without a 5-gram; see characters()."""
     signatures = np.zeros((len(ends), BINS), dtype=np.uint16)
     for first, here, limits in blocks(data, ends):
         these = slice(first, first + len(limits))

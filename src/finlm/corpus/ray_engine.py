@@ -322,10 +322,7 @@ class _Connection:
 
     @property
     def count(self) -> int:
-        """The number of workers now: one per CPU of the cluster, at most data.num_proc per host.
-
-        Prints and raises what find_nodes() does.
-        """
+        """The number of workers now: one per CPU, at most data.num_proc per host. Fails as find_nodes()."""
         return sum(min(self._num_proc, cores) for _, cores in self.find_nodes().values())
 
     def find_nodes(self) -> dict[str, tuple[str, int]]:

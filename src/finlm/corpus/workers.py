@@ -356,10 +356,7 @@ class Context:
         tasks: Sequence[tuple[str, Task]],
         at_most: int | None = None,
     ) -> Iterator[Arrays]:
-        """Yield function(task), a dict of arrays, for every (key, task) in order; compute only what the cache lacks.
-
-        Does what make_kept() does, and reads each file; a damaged one is computed again, in this process.
-        """
+        """Yield the arrays of every (key, task) in order, as make_kept() keeps them; mend damaged files."""
         return map(load_kept, self.make_kept(name, function, tasks, at_most))
 
     def say(self, step: Step, text: str) -> None:

@@ -259,10 +259,7 @@ def find_disagreement(model: Path) -> str:
 
 
 def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
-    """Return "" if both encoders give the same ids for the texts, else the start of the first text with other ids.
-
-    If no text differs when encoded alone, returns a sentence that says so.
-    """
+    """Return "" if both encoders give the same ids, else the start of the first text that differs, or a sentence."""
     (ids, lengths), (expected, wanted_lengths) = fast(texts), reference(texts)
     if np.array_equal(lengths, wanted_lengths) and np.array_equal(ids, expected):
         return ""

@@ -294,10 +294,7 @@ def _no_file_error(pattern: str, key: str) -> UserError:
 
 
 def _check_directory(path: Path, key: str) -> None:
-    """Raise UserError if the path is a directory. Suggests a glob for the kind of file that is most frequent in it.
-
-    Prefers the kinds of files directly in it to those below. Looks at 10,000 entries at most.
-    """
+    """Raise UserError if the path is a directory, with a glob for its most frequent kind of file, if it has any."""
     directory = path.expanduser()
     if not directory.is_dir():
         return
