@@ -46,7 +46,7 @@ _MOJIBAKE = re.compile("\ufffd|锟斤拷|烫烫烫|屯屯屯|ï»¿|ï¿½|[ÃÂ
 
 
 def garbled(text: str) -> str | None:
-    """Return "garbled" if over two replacement sequences, and over one in 200 characters, say that bytes were lost."""
+    """Return "garbled" if over two replacement sequences, over 1 in 200 characters, show that its encoding was lost."""
     if _SUSPECT.search(text):
         lost = len(_MOJIBAKE.findall(text))
         if lost > 2 and 200 * lost > len(text):

@@ -215,7 +215,7 @@ def measure_perplexity(context: Context, read: Documents) -> Step | None:
 
 
 def limit(settings: Clean, step: Step) -> float:
-    """Return the ln perplexity above which a document is dropped: max_perplexity, or for auto mean + sigmas."""
+    """Return the ln perplexity above which documents are dropped: max_perplexity's; auto: mean + sigmas * deviation."""
     assert settings.perplexity is not None  # else there is no step
     if settings.perplexity.max_perplexity != "auto":
         return math.log(settings.perplexity.max_perplexity)

@@ -200,7 +200,7 @@ class RayEngine:
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Yield the Mapper of all the cluster's workers, or of this process if at_most is 1 or less, the only limit.
+        """Yield the Mapper of all the cluster's workers, whatever at_most is, or of this process if it is 1 or less.
 
         Connects at the first call, until the engine's block ends. Raises UserError for an unusable cluster or host.
         """

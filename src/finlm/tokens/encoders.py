@@ -207,7 +207,7 @@ def _read_proven(model: Path) -> str:
 
 
 def _identify(model: Path) -> list[str]:
-    """Return [the file's sha256, "gigatoken VERSION", "LIBRARY VERSION"]; PackageNotFoundError without one."""
+    """Return [the file's sha256, "gigatoken VERSION", "LIBRARY VERSION"]; PackageNotFoundError without either."""
     library = Tokenizers.name if is_json(model) else Sentencepiece.name
     versions = [f"{name} {metadata.version(name)}" for name in ("gigatoken", library)]
     return [files.sha256_file(model), *versions]

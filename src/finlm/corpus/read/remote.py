@@ -91,7 +91,7 @@ class RemoteFile:
         return _Size(self.size)
 
     def open(self, mode: Literal["rb"], /) -> io.BufferedReader:
-        """Open in ranges of 8 MiB. UserError if the store cannot be opened, from reads if it fails or changed."""
+        """Open for reading in ranges of 8 MiB. UserError if the store fails; reads raise it, and for a changed file."""
         return io.BufferedReader(_Ranges(self), min(RANGE_BYTES, max(1, self.size)))
 
     def open_exactly(self) -> io.RawIOBase:

@@ -244,7 +244,7 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def _entries(directory: Path, pattern: str) -> list[_Entry]:
-    """Return matching entries, sorted by name. UserError for a directory unlisted or a link without target."""
+    """Return matching entries by name. UserError for a directory that cannot be listed, and a link without target."""
     try:
         with os.scandir(directory) as listed:
             matching = [at for at in listed if fnmatchcase(at.name, pattern)]
