@@ -230,10 +230,7 @@ class Trainer:
         self.answers = os.fdopen(read_end)
 
     def train(self, run: RunDir) -> None:
-        """Run the ranks of a run directory to the last step.
-
-        Raises RuntimeError with the last line of a log if a rank fails or the process is gone.
-        """
+        """Run the ranks of a run directory to the last step. RuntimeError with a log's last line if a rank fails."""
         assert self.process.stdin
         with suppress(BrokenPipeError):  # it has ended; there is no answer then
             self.process.stdin.write(json.dumps([str(run.path), RANKS]) + "\n")

@@ -2,11 +2,7 @@
 
 The whole text is encoded at once, as a model will see it, and a token counts when it begins inside what the assistant
 says. A dialogue longer than a row is split between turns, each part with the system prompt again; a single exchange
-that does not fit is left out, because an answer without its end teaches not to end.
-
-Preferences come in the formats of the Hub's usual sets: prompt with chosen and rejected, each a text or messages; two
-whole dialogues that share their beginning; a list of turns with two answers. For GRPO a prompt is enough, and a
-verifiable reward needs the right answer beside it.
+that does not fit is left out, because an answer without its end teaches not to end. Preferences come in FORMATS.
 """
 
 from __future__ import annotations
@@ -242,10 +238,7 @@ def check_template(name: str, encoder: Encoder) -> None:
 
 
 def check_start(chat: Chat, sft: Sft | None, directory: Path) -> None:
-    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it.
-
-    `sft` is None for stages other than sft.
-    """
+    """Raise UserError if the model has no tokenizer, or the template does not work with it; `sft` is stage sft's."""
     check_template(chat.template, Encoder(Rules(directory, chat, sft or Sft(), 0)))
 
 

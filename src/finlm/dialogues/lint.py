@@ -1,10 +1,8 @@
 """Lint the labels of prepared dialogues before a run: a wrong label gives no error message. Print findings and rows.
 
-Every check names what it counted. Errors are the mistakes that the released XuanYuan llm-code made (their numbers in
-recipes/xuanyuan-6b/README.md) and similar ones: with them a model trains without complaint, to a lower loss even, and
-then never stops, or answers to a prompt it never sees. A recipe whose sft.profile is faithful gets warnings, no errors.
-
-It reads the prepared rows and the prepare step's own counts, not the source files.
+Errors are the mistakes that the released XuanYuan llm-code made (their numbers in recipes/xuanyuan-6b/README.md) and
+similar ones: with them a model trains without complaint, to a lower loss even, and then never stops, or answers to a
+prompt it never sees. Reads the prepared rows and the prepare step's counts, not the source files.
 """
 
 from __future__ import annotations
@@ -92,13 +90,7 @@ def check(recipe: Recipe, shards: Shards) -> list[Finding]:
         for term in functions:
             try_function(term, prompt, right.strip())
     if recipe.stage != "grpo":
-        seen = count_labels(recipe, shards)
-        problems += [
-            *_check_ends(recipe, seen),
-            *_check_prompt(seen, counts),
-            *_check_shares(recipe, seen, counts),
-            *_check_run(recipe),
-        ]
+        problems += _check_labels(recipe, count_labels(recipe, shards), counts)
     is_faithful = recipe.sft is not None and recipe.sft.profile == "faithful"
     findings = [Finding(f.check, "warning" if is_faithful else f.level, f.evidence, f.fix) for f in problems]
     return sorted(findings, key=lambda finding: finding.level)
@@ -210,54 +202,36 @@ def _list_reasons(reasons: Mapping[str, int]) -> str:
     return "; ".join(f"{count:,} x {reason}" for reason, count in Counter(reasons).most_common(3))
 
 
-def _check_ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
-    """Yield findings about ends of turns (if under half are learnt), labels on padding, and sft.hide_eos."""
-    learnt = seen.dialogues - seen.unlearnt
+def _check_labels(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield findings about what is learnt: ends, padding, what stands before answers, cut dialogues, and the settings.
+
+    Everything may be learnt without assistant_only_loss, or where documents are among the rows. `counts` is
+    prepared_counts().
+    """
+    learnt, only = seen.dialogues - seen.unlearnt, recipe.sft is None or recipe.sft.assistant_only_loss
     if seen.ended < 0.5 * learnt:
         yield _finding("eos-not-learnt", ended=seen.ended, learnt=learnt)
     if seen.padded:
         yield _finding("padding-learnt", padded=seen.padded, share=seen.padded / (seen.padded + seen.learnt))
     if recipe.sft is not None and recipe.sft.hide_eos:
         yield _finding("eos-hidden")
-
-
-def _check_prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about <s> or </s> between prompt and answer, and about encodings that failed the round trip.
-
-    These are a prompt that is encoded otherwise with its answer (an error from 5 % of those checked on, else a
-    warning), and a text that decoding does not reproduce.
-    """
     if seen.bos_inside or seen.eos_before:
         yield _finding("answer-apart", total=seen.dialogues, bos=seen.bos_inside, eos=seen.eos_before)
-    checked = counts.get("checked", 0)
+    checked, dialogues = counts.get("checked", 0), counts.get("dialogues", 0)
     if differs := counts.get("prompt differs", 0):
         level: Level = "warning" if differs < 0.05 * checked else "error"
         yield _finding("prompt-differs", level, differs=differs, checked=checked)
     if differs := counts.get("text differs", 0):
         yield _finding("text-differs", differs=differs, checked=checked)
-
-
-def _check_shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about dialogues with nothing or everything learnt, cut answers and exchanges left out.
-
-    Nothing learnt and cut answers are errors above 1 % of the dialogues, else warnings; exchanges left out are reported
-    only above 1 %. Everything may be learnt without assistant_only_loss, or where documents are among the rows.
-    """
-    only = recipe.sft is None or recipe.sft.assistant_only_loss
     if seen.unlearnt:
-        level: Level = "error" if seen.unlearnt > 0.01 * seen.dialogues else "warning"
+        level = "error" if seen.unlearnt > 0.01 * seen.dialogues else "warning"
         yield _finding("nothing-learnt", level, unlearnt=seen.unlearnt, total=seen.dialogues)
     if only and seen.tokens and seen.learnt >= seen.tokens - seen.dialogues and not counts.get("documents"):
         yield _finding("everything-learnt", learnt=seen.learnt, tokens=seen.tokens)
-    dialogues = counts.get("dialogues", 0)
     if cut := counts.get("truncated", 0):
         yield _finding("answers-cut", "error" if cut > 0.01 * dialogues else "warning", cut=cut, total=dialogues)
     if (left := counts.get(LEFT_OUT, 0)) > 0.01 * dialogues:
         yield _finding("exchanges-left-out", left=left, total=dialogues, why=LEFT_OUT.removeprefix("exchanges "))
-
-
-def _check_run(recipe: Recipe) -> Iterator[Finding]:
-    """Yield findings about the recipe's own settings: decay_steps of another run, rows drawn repeatedly."""
     if recipe.optim.decay_steps is not None:
         yield _finding("schedule-of-another-run", steps=recipe.optim.decay_steps)
     if recipe.sft is not None and recipe.sft.order == "sampler":

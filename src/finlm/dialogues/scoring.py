@@ -1,9 +1,6 @@
-"""Read what a written answer says (its letter, its number) and score it by the rules that need no model, or by the
-user's function.
+"""Read the letter or number that an answer concludes with, and score answers by rules or by the user's function.
 
-The score depends on the texts alone. A rule reads one conclusion and never the best of several, so that naming
-everything earns nothing. A row whose right answer is not of the rule's type (a number for a rule that wants a letter)
-has no score by that rule.
+A rule reads one conclusion and never the best of several, so that naming everything earns nothing.
 
 A letter, in this order: a first line that is the letter alone; a conclusion, as "答案是B" or "故选B", the first that
 ends its sentence, else the last of the text (what follows a finished conclusion is often another question that the
@@ -12,9 +9,9 @@ model asks itself); the only option that is called right; the letter that the an
 concludes nothing.
 
 A number: a conclusion counts ("答案：", "answer is", "####", "\\boxed{"), the last of the text, and its first number;
-without a conclusion the text's last number. Amounts are compared in their unit whatever they are written in (1.2亿元 is
-12,000万元), and a fall in words is negative (下降3.5% is -3.5%). Chinese numerals (三成) are not read. math-verify 0.9
-reads 1.23亿元 as 1.23, and no number behind 答案：.
+without a conclusion the text's last number. Amounts are compared in their unit (1.2亿元 is 12,000万元), and a fall in
+words is negative (下降3.5% is -3.5%). Chinese numerals (三成) are not read. math-verify 0.9 reads 1.23亿元 as 1.23, and
+no number behind 答案：.
 """
 
 from __future__ import annotations

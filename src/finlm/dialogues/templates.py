@@ -1,18 +1,13 @@
 """Turn rows of the usual instruction formats into messages, and messages into text with the stretches of the assistant.
 
-Rows are recognised by their keys, each by itself, so that files may mix formats: messages (OpenAI, Hugging Face),
-conversations (ShareGPT), conversation (human/assistant pairs), and pairs under the names in PAIRS. One engine for all
-templates: Jinja in its sandbox, the functions that Hugging Face's chat templates expect, and the tag {% generation %}
-around what the assistant writes. A template without that tag (most models' own) is rendered twice a turn, without and
-with the answer; the difference is the answer. Where a template writes earlier turns otherwise than the last (Qwen3's
-empty reasoning) or begins an answer for the model (R1's <think>), letters that stand for the answers find them. The end
-of the answer's turn belongs to it: what is not learnt there, the model never writes. If a template leaves out some of
-what the assistant says, the row is refused.
+Rows are recognised by their keys (FORMATS), each by itself, so that files may mix formats. Templates are Jinja with the
+functions of Hugging Face's and the tag {% generation %} around what the assistant writes. A template without that tag
+(most models' own) is rendered twice a turn, without and with the answer; the difference is the answer. Where a template
+writes earlier turns otherwise than the last (Qwen3's empty reasoning) or begins an answer for the model (R1's <think>),
+letters that stand for the answers find them. The end of the answer's turn belongs to it: what is not learnt there, the
+model never writes. Calls of tools are learnt, their results are not.
 
-An assistant's turn may call tools (tool_calls), whose results are turns of the role tool; the tools stand beside the
-messages. The template writes all of them in its own form; calls are learnt, results are not.
-
-There is no clock (strftime_now): a dialogue is the same tokens on any day. Nothing here tokenises.
+There is no clock (strftime_now): a dialogue is the same tokens on any day.
 """
 
 from __future__ import annotations

@@ -73,7 +73,11 @@ def make_advice(
     days = None if plan.days is None else datetime.timedelta(days=min(plan.days, 200_000))
     begin = now or datetime.datetime.now()
     whole, share = checkpoint_bytes(recipe, shape, plan)
-    write = share * max(host.slots for host in plan.hosts) / DISK_BYTES_PER_SECOND
+    of_host = share * max(host.slots for host in plan.hosts)
+    write = of_host / DISK_BYTES_PER_SECOND
+    copied = copy_bytes(recipe, shape, plan)
+    copies = copied * copies_kept(recipe, plan)
+    disk = _most_saved(recipe, plan) * (whole if len(plan.hosts) == 1 else min(whole, of_host)) + copies
     copies_first = plan.asynchronous_checkpoints and host_memory.has_snapshot(recipe)
     stall = share / COPY_BYTES_PER_SECOND if copies_first else write
     seconds = plan.tokens_per_step / plan.tokens_per_second if plan.tokens_per_second else None
@@ -88,14 +92,14 @@ def make_advice(
         finish=None if days is None else (begin + days).isoformat(sep=" ", timespec="minutes"),
         night_steps=None if seconds is None else int(NIGHT_HOURS * 3600 / seconds),
         checkpoint_bytes=whole,
-        checkpoint_disk_bytes=_disk_bytes(recipe, shape, plan, whole, share),
+        checkpoint_disk_bytes=disk + memory.ELEMENT_BYTES[plan.precision] * shape.parameters,  # the export
         checkpoint_stall_seconds=stall,
         checkpoint_write_seconds=write,
         checkpoint_every_steps=recipe.checkpoint.every_steps,
         checkpoint_advised_steps=_advised_steps(plan, stall, write, seconds),
         hosts_that_may_be_lost=hosts_that_may_be_lost(recipe, plan),
-        checkpoint_copy_bytes=(copied := copy_bytes(recipe, shape, plan)),
-        checkpoint_copy_disk_bytes=copied * copies_kept(recipe, plan),
+        checkpoint_copy_bytes=copied,
+        checkpoint_copy_disk_bytes=copies,
         memory_interval_seconds=memory_interval(recipe, plan, share, stall),
         memory_bytes=plan.host_bytes_items.get(host_memory.IN_MEMORY, 0),
     )
@@ -131,8 +135,8 @@ def copy_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> int:
     """Return the bytes per checkpoint that checkpoint.copies sends: the shards of all hosts but the first; else 0."""
     if not recipe.checkpoint.copies or plan.zero_stage == 0 or len(plan.hosts) == 1:
         return 0
-    whole, own = checkpoint_bytes(recipe, shape, plan)
-    return (whole - own) * (plan.world_size - plan.hosts[0].slots) // (plan.world_size - 1)
+    whole, largest = checkpoint_bytes(recipe, shape, plan)
+    return (whole - largest) * (plan.world_size - plan.hosts[0].slots) // (plan.world_size - 1)
 
 
 def copies_kept(recipe: Recipe, plan: Plan) -> int:
@@ -179,18 +183,8 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int
     states = (8 + 4 * has_master) * trained
     weights = 0 if plan.zero_stage == 3 else e * trained
     ranks = plan.world_size if plan.zero_stage > 0 else 1
-    own = frozen // (ranks if plan.zero_stage == 3 else 1)
-    return frozen + weights + states, own + weights + states // ranks
-
-
-def _disk_bytes(recipe: Recipe, shape: ModelShape, plan: Plan, whole: int, share: int) -> int:
-    """Return the disk bytes of the host that needs most: checkpoints, the one being written, copies, and the export.
-
-    `whole` and `share` are what checkpoint_bytes returned.
-    """
-    of_host = whole if len(plan.hosts) == 1 else min(whole, share * max(host.slots for host in plan.hosts))
-    copies = copy_bytes(recipe, shape, plan) * copies_kept(recipe, plan)
-    return _most_saved(recipe, plan) * of_host + copies + memory.ELEMENT_BYTES[plan.precision] * shape.parameters
+    kept = frozen // (ranks if plan.zero_stage == 3 else 1)
+    return frozen + weights + states, kept + weights + states // ranks
 
 
 def _most_saved(recipe: Recipe, plan: Plan) -> int:
@@ -289,20 +283,18 @@ def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
     """
     most = max(host.slots for host in cluster.hosts)
     for slots in range(most - 1, 0, -1):
-        if fitting(recipe, search.with_slots(cluster, slots)):
+        fewer = tuple(dataclasses.replace(host, slots=min(slots, host.slots)) for host in cluster.hosts)
+        if fitting(recipe, dataclasses.replace(cluster, hosts=fewer)):
             return f"give a host at most slots={slots} in the hostfile (or hardware.hosts) instead of {most}"
     tried = (way for find in (_more_hosts, _shorter_rows, _larger_gpus) for way in find(recipe, cluster, fitting))
     return "; or ".join(tried) or "take a smaller model: neither more hosts nor shorter rows nor a known GPU are enough"
 
 
 def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield at most one sentence: how many such hosts would do, with the keys to set. Tries up to 32 times as many.
-
-    The planner may choose everything anew on them.
-    """
+    """Yield at most one sentence: how many such hosts, up to 32 times as many, would do, with the keys to set."""
     free, hosts = search.relax_recipe(recipe), len(cluster.hosts)
     for factor in MORE_HOSTS:
-        if candidates := fitting(free, search.on_more_hosts(cluster, factor)):
+        if candidates := fitting(free, dataclasses.replace(cluster, hosts=cluster.hosts * factor)):
             keys, _ = nearest_settings(recipe, candidates)
             yield f"use {factor * hosts} such hosts instead of {hosts}" + (f" and set {keys}" if keys else "")
             return
@@ -444,4 +436,5 @@ def _possible_changes(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, R
         yield f"{best} in every host", recipe, dataclasses.replace(cluster, hosts=hosts)
         alone = tuple(host for host in cluster.hosts if host.gpu == best)
         yield f"the hosts with {best} alone", free, dataclasses.replace(cluster, hosts=alone)
-    yield f"{2 * len(cluster.hosts)} such hosts instead of {len(cluster.hosts)}", free, search.on_more_hosts(cluster, 2)
+    twice = dataclasses.replace(cluster, hosts=2 * cluster.hosts)
+    yield f"{len(twice.hosts)} such hosts instead of {len(cluster.hosts)}", free, twice

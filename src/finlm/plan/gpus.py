@@ -1,11 +1,9 @@
 """Look up facts of GPU kinds: memory, compute capability, peaks, links; from gpus.yaml and from what a user declares.
 
-A kind is named as in recipes (A100-40G) or as nvidia-smi prints it (NVIDIA A100-SXM4-40GB). Boards of one kind that
-differ (PCIe and SXM) share an entry unless the table names both: memory is exact, speed is that of the SXM board.
-
-Kinds as this user measured them, by `finlm plan --calibrate` and by every finished run, are kept in
-$XDG_CONFIG_HOME/finlm (~/.config/finlm): gpus.yaml and runs.jsonl. Only commands read them (declare_calibrated): what
-the repository's tests and committed files say does not depend on whose machine it is.
+Boards of one kind that differ (PCIe and SXM) share an entry unless the table names both: memory is exact, speed is that
+of the SXM board. Kinds as this user measured them, by `finlm plan --calibrate` and by every finished run, are kept in
+$XDG_CONFIG_HOME/finlm (~/.config/finlm): gpus.yaml and runs.jsonl. Only commands read them (declare_calibrated), so
+tests and committed files do not depend on whose machine it is.
 """
 
 from __future__ import annotations
@@ -222,10 +220,7 @@ def attention(
 
 
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
-    """Return (problem, fix) when the hardware cannot run this precision, else None.
-
-    Raises PlanError for an unknown GPU kind.
-    """
+    """Return (problem, fix) if the hardware cannot run this precision, else None. PlanError for an unknown GPU kind."""
     if cluster.is_cpu:
         if precision == "fp16":
             return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"
@@ -358,10 +353,7 @@ def remember_run(
 
 
 def _read_runs() -> list[MeasuredRun]:
-    """Return the finished runs in the user's list, oldest first; [] without the file.
-
-    Raises ValueError or TypeError if the file is damaged.
-    """
+    """Return the user's finished runs, oldest first; [] without the file. ValueError or TypeError if it is damaged."""
     if not runs_file().exists():
         return []
     return [MeasuredRun(**json.loads(line)) for line in runs_file().read_text(encoding="utf-8").splitlines()]
@@ -421,10 +413,7 @@ def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def store(measured: list[Gpu]) -> None:
-    """Write these GPU kinds into the user's table; other kinds that it has stay. Replaces a damaged table.
-
-    Raises OSError.
-    """
+    """Write these GPU kinds into the user's table, beside others that it has. Replaces a damaged table. OSError."""
     try:
         kept = _read_user_kinds()
     except Exception:  # damaged: declare_calibrated() says that measuring mends it

@@ -75,34 +75,32 @@ def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
 
 def nvme_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
     """Return the bytes of files on the NVMe disk of a host with `slots` ranks; 0 without nvme offload."""
-    own = share(trained_parameters(shape, layout), layout, 1)
-    states = NVME_STATE_BYTES * own if layout.offload_optimizer == "nvme" else 0
+    part = share(trained_parameters(shape, layout), layout, 1)
+    states = NVME_STATE_BYTES * part if layout.offload_optimizer == "nvme" else 0
     weights = layout.element_bytes * share(shape.parameters, layout, 3) if layout.offload_param == "nvme" else 0
     return slots * (states + weights)
 
 
 def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Return the bytes of host memory, item by item, that hold what ZeRO keeps off one rank's device.
-
-    {} without offload.
-    """
+    """Return the bytes of host memory, by item, for what ZeRO keeps off one rank's device; {} without offload."""
     e = layout.element_bytes
-    own = share(trained_parameters(shape, layout), layout, 1)
+    part = share(trained_parameters(shape, layout), layout, 1)
     pin: Callable[[int], int] = pinned_bytes if layout.device == "cuda" else int
     items: dict[str, int] = {}
     if layout.offload_optimizer == "cpu":
         group = bucket_sizes(3, "cpu", shape).sub_group if layout.zero_stage == 3 else 4 * shape.layer_parameters
-        masters = _in_groups(own, group, 4, pin)
-        items = {"fp32 master": masters, "Adam states": 8 * own, "fp32 gradients": masters}
+        masters = _in_groups(part, group, 4, pin)
+        items = {"fp32 master": masters, "Adam states": 8 * part, "fp32 gradients": masters}
         # Stage 3 has one flat buffer; stages 1 and 2 pin a buffer for each parameter.
         each = _pinned_per_requested(shape, layout, 1) if layout.device == "cuda" else 1.0
-        items["sums of gradients"] = pin(layout.gradient_bytes * own) if layout.zero_stage == 3 else int(e * own * each)
+        sums = pin(layout.gradient_bytes * part) if layout.zero_stage == 3 else int(e * part * each)
+        items["sums of gradients"] = sums
     elif layout.offload_optimizer == "stream":
-        items = {"fp32 master": 4 * own, "Adam states": 8 * own}
+        items = {"fp32 master": 4 * part, "Adam states": 8 * part}
     elif layout.offload_optimizer == "nvme":
         # Master, both moments and the gradient of one sub-group in memory, read and written in turn.
-        group = min(own, bucket_sizes(3, "nvme", shape).sub_group)
-        items = {"fp32 gradients": 4 * own, "swap buffers": 4 * 4 * group}
+        group = min(part, bucket_sizes(3, "nvme", shape).sub_group)
+        items = {"fp32 gradients": 4 * part, "swap buffers": 4 * 4 * group}
     held = share(shape.parameters, layout, 1)
     if layout.offload_param == "cpu":
         # Pinned parameter by parameter when the model is built, then flat; the first copy stays in the allocator.

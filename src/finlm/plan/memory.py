@@ -342,7 +342,7 @@ def share(parameters: int, layout: Layout, from_stage: int) -> int:
 def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     """Return the bytes of weights and optimizer states on a rank's device, by item."""
     e, on_device = layout.element_bytes, layout.offload_param == "none"
-    own = share(trained_parameters(shape, layout), layout, 1)
+    part = share(trained_parameters(shape, layout), layout, 1)
     of_weight = e if layout.weight_bytes is None else layout.weight_bytes
     weights = int(of_weight * share(shape.parameters, layout, 3))
     if layout.trainable is not None:
@@ -361,8 +361,8 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     if layout.offload_optimizer == "none":
         # Stages 1-3 keep an fp32 copy even when the model is fp32 (stage_1_and_2.py: clone().float()).
         has_master = layout.zero_stage > 0 or e == 2
-        items["fp32 master"] = 4 * own if has_master else 0
-        items["Adam states"] = 8 * own
+        items["fp32 master"] = 4 * part if has_master else 0
+        items["Adam states"] = 8 * part
     return items
 
 
@@ -430,20 +430,20 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     DeepSpeed 0.19.8 step(): the gradients of a group, their flat copy and its fp32 copy exist together: 8 bytes a
     parameter of the group's partition. In one group that is, with 14 of states, 22 N on one GPU.
     """
-    e, own = layout.element_bytes, share(trained_parameters(shape, layout), layout, 1)
+    e, part = layout.element_bytes, share(trained_parameters(shape, layout), layout, 1)
     is_one_pass = layout.compiled and layout.zero_stage in (1, 2)  # train/zero/engine.py reads gradients as they are
     to_fp32 = 4 if e == 2 and not is_one_pass else 0
     if layout.offload_optimizer in ON_HOST:
         return 0
     if layout.zero_stage == 0:
-        return (e + to_fp32) * own
+        return (e + to_fp32) * part
     if layout.zero_stage == 3:
-        checked = 3 * own if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
-        return layout.gradient_bytes * own + checked + to_fp32 * min(own, bucket_sizes(3, "none", shape).sub_group)
+        checked = 3 * part if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
+        return layout.gradient_bytes * part + checked + to_fp32 * min(part, bucket_sizes(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
-    group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
+    group = min(part, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
     passing = 12 * STREAM_SETS * min(group, STREAM_GROUP) if layout.offload_optimizer == "stream" else 0
     if layout.fp32_gradients:
-        return 4 * own + passing  # added up flat
-    return e * own + (e + to_fp32) * group + passing
+        return 4 * part + passing  # added up flat
+    return e * part + (e + to_fp32) * group + passing

@@ -47,10 +47,7 @@ class Taken:
 
 
 def read(log: str) -> Taken | None:
-    """Return the figures of the last Taken.line() in a rank's log; None when the log has none.
-
-    Raises ValueError or TypeError for a line that was cut short.
-    """
+    """Return the last figures in a rank's log, or None. ValueError or TypeError for a line that was cut short."""
     lines = [line for line in log.splitlines() if line.startswith(MARK)]
     return Taken(**json.loads(lines[-1].removeprefix(MARK))) if lines else None
 

@@ -98,10 +98,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        """Return the plan of what to_json returned.
-
-        Raises UserError for unknown keys, and for missing ones except those that have defaults.
-        """
+        """Return the plan of to_json's dict. UserError for unknown keys, and missing ones that have no default."""
         try:
             hosts = tuple(PlannedHost(**host) for host in value["hosts"])
             return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
@@ -114,10 +111,7 @@ class Plan:
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """Return the plan stored in a file.
-
-        Raises UserError for another version's or damaged JSON, OSError without the file.
-        """
+        """Return the plan in a file. UserError for another version's or damaged JSON, OSError without the file."""
         return Plan.from_json(files.read_json(path))
 
 

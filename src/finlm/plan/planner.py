@@ -1,11 +1,9 @@
 """Decide the Plan of (Recipe, Cluster, shape): precision, batch, length, then the fastest configuration that fits.
 
-What the recipe states is a constraint and is never changed in silence: only tokens_per_step is rounded to whole
-micro-batches, and the reasons say so. With DeepSpeed the shards are equal on all ranks, and all ranks share one
-precision and one number of micro-steps; in a mixed cluster the GPU kinds differ in their micro-batch.
-
-The sentences of a plan are made here too: why this configuration, what to beware of, and what would fit when nothing
-does. Memory and time are predictions (memory.py and speed.py state their errors); nothing is measured here.
+What the recipe states is a constraint: only tokens_per_step is rounded to whole micro-batches, and the reasons say so.
+With DeepSpeed all ranks have equal shards, one precision and one number of micro-steps; in a mixed cluster the GPU
+kinds differ in their micro-batch. The sentences of a plan are made here too: why this configuration, what to beware of,
+and what would fit when nothing does.
 """
 
 from __future__ import annotations
@@ -164,10 +162,7 @@ def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[st
 
 
 def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
-    """Return in words the rows and seconds of each kind of rank, and the slowest kind.
-
-    Raises PlanError for an unknown GPU kind.
-    """
+    """Return in words each kind of rank's rows and seconds, and the slowest kind. PlanError for an unknown GPU kind."""
     each = {
         (gpus.find(host.gpu or "").name, rows): seconds
         for host, rows, seconds in zip(cluster.hosts, chosen.micro_batches, chosen.micro_step_seconds, strict=True)
@@ -248,9 +243,9 @@ def _format_micro_batches(candidate: Candidate) -> str:
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
     """Return the plan of a recipe on a cluster; `train_tokens` are the tokens of one epoch, which train.epochs needs.
 
-    `shape` is the model's, with its vocabulary. Raises PlanError when nothing fits, a GPU kind is unknown, only some
-    hosts have GPUs, they cannot run the precision, or the micro-batches, the number of steps or the warmup do not work
-    out.
+    `shape` is the model's, with its vocabulary. The days of DPO contain its reference's scoring of all pairs. Raises
+    PlanError when nothing fits, a GPU kind is unknown, only some hosts have GPUs, they cannot run the precision, or the
+    micro-batches, the number of steps or the warmup do not work out.
     """
     gpus.check_devices(cluster)
     _, reasons = gpus.precision(recipe, cluster)
@@ -277,20 +272,9 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
         reasons.append(_why_waiting(said, cluster, shape))
     reasons += [*shape.left_to_transformers, *warnings(recipe, cluster, chosen)]
     made = _plan(recipe, cluster, shape, chosen, steps, tuple(reasons))
-    pairs = steps * rows_per_step if train_tokens is None else train_tokens // recipe.batch.sequence_length
-    return _with_reference(made, recipe, cluster, shape, chosen, pairs)
-
-
-def _with_reference(
-    made: Plan, recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, pairs: int
-) -> Plan:
-    """Return the plan with the time and reason of DPO's scoring of `pairs` pairs by the reference.
-
-    Returns `made` unchanged for other stages, for ORPO, and without a predicted speed. Raises PlanError for an unknown
-    GPU kind.
-    """
     if recipe.dpo is None or recipe.dpo.loss == "orpo" or made.days is None:
         return made
+    pairs = steps * rows_per_step if train_tokens is None else train_tokens // recipe.batch.sequence_length
     seconds = math.ceil(pairs / sum(made.rank_micro_batches)) * search.forward_seconds(cluster, shape, chosen)
     reason = f"reference: {pairs:,} pairs are asked once before the first step, {seconds / 60:.1f} minutes"
     return dataclasses.replace(made, days=made.days + seconds / 86400, reasons=(*made.reasons, reason))
@@ -330,10 +314,7 @@ def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | 
 def _plan(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, steps: int, reasons: tuple[str, ...]
 ) -> Plan:
-    """Return the Plan of the chosen candidate for `steps` steps; `reasons` are its sentences.
-
-    Raises PlanError for an unknown GPU kind.
-    """
+    """Return the Plan of a candidate; `reasons` are its sentences. Raises PlanError for an unknown GPU kind."""
     layout = chosen.layout
     rows = search.rows_per_micro_step(chosen.micro_batches, cluster)
     tokens_per_step = rows * layout.sequence_length * chosen.accumulation

@@ -1,8 +1,7 @@
 """Compute every configuration that the recipe allows, with its memory and time here, and choose the fastest that fits.
 
-A few hundred candidates at most, so all are computed: ZeRO stage x offload x recompute x micro-batch. On unequal GPUs
-each kind gets its own micro-batch, so that all ranks end a micro-step at about the same time; the loss is divided by
-the labels of all ranks, so who reads how many rows does not change the gradient.
+On unequal GPUs each kind gets its own micro-batch, so that all ranks end a micro-step at about the same time; the loss
+is divided by the labels of all ranks, so who reads how many rows does not change the gradient.
 
 "auto" leaves out what DeepSpeed 0.19.8 does badly: NVMe (its state does not survive a resume) and stage 0 (in 16 bits
 it begins with a step on zero gradients, in fp32 it reports no gradient norm; stage 1 costs the same on one GPU).
@@ -376,17 +375,6 @@ def best(fitting: list[Candidate]) -> Candidate:
     fitting = [each for each in fitting if each.is_roomy] or fitting
     most = max(each.worth for each in fitting)
     return min((each for each in fitting if each.worth >= (1 - NEARLY_EQUAL) * most), key=lambda each: each.complexity)
-
-
-def on_more_hosts(cluster: Cluster, factor: int) -> Cluster:
-    """Return the cluster with every host `factor` times, for predictions only, because names repeat."""
-    return dataclasses.replace(cluster, hosts=cluster.hosts * factor)
-
-
-def with_slots(cluster: Cluster, slots: int) -> Cluster:
-    """Return the cluster with at most `slots` ranks a host."""
-    hosts = tuple(dataclasses.replace(host, slots=min(slots, host.slots)) for host in cluster.hosts)
-    return dataclasses.replace(cluster, hosts=hosts)
 
 
 def _given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:

@@ -32,10 +32,7 @@ from finlm.recipe.schema import Recipe
 
 
 def print_plan(made: Plan, loaded: Loaded) -> None:
-    """Print to stdout the plan's decisions, memory, time and reasons; and which hosts may fail.
-
-    Raises UserError for an unknown model type.
-    """
+    """Print decisions, memory, time, reasons, and which hosts may fail. Raises UserError for an unknown model type."""
     screen.heading(f"plan of {loaded.path}")
     lost = advice.losable_hosts(loaded.recipe, shapes.of(loaded.recipe, made.vocab_size), made)
     for name, value in [*rows(made), *([("may fail", lost)] if lost else [])]:
@@ -330,10 +327,7 @@ def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
 
 
 def print_differences(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:
-    """Print to stdout the differing values of A and B, and what follows for their plans.
-
-    `follows` has the Consequences, or says in a text why no plan could be made.
-    """
+    """Print the differing values of A and B, and what follows: Consequences, or a text why no plan could be made."""
     for letter, name in zip("AB", names, strict=True):
         screen.show(f"{letter}  {name}")
     for changes_loss, title in ((True, "what is trained"), (False, "how it is carried out")):

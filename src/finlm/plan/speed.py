@@ -101,10 +101,7 @@ def host_seconds(shape: ModelShape, layout: Layout) -> float:
 
 @functools.cache
 def _scale(gpu: Gpu) -> float:
-    """Return the factor by which this GPU kind beats the constants' prediction: a 7B model then reaches its mfu.
-
-    It is 1 for the kind REFERENCE. Cached.
-    """
+    """Return the factor by which a GPU kind beats the constants, so that a 7B model reaches its mfu; cached."""
     reference = kinds()[REFERENCE]
     return (gpu.mfu / _predicted_mfu(gpu)) / (reference.mfu / _predicted_mfu(reference))
 

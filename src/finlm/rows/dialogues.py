@@ -58,23 +58,10 @@ def read_pairs(shards: Sequence[Shard]) -> Iterator[Pair]:
 
 
 def read_prompts(shards: Sequence[Shard]) -> Iterator[Row]:
-    """Yield {prompt_ids, answer_ids} of every prompt in order; answer_ids is empty where no right answer is known.
-
-    Raises FileNotFoundError for a missing .mask.
-    """
+    """Yield {prompt_ids, answer_ids} of every prompt in order; answer_ids is empty where no right answer is known."""
     for shard in shards:
         for prompt, answer in _read_documents(shard):
             yield {"prompt_ids": prompt, "answer_ids": answer}
-
-
-def _rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
-    """Return the pieces of rows that hold documents_a_row neighbouring documents each: pairs (2) or prompts (1).
-
-    Documents that are left over at the end are in no row. No piece is cut, however long.
-    """
-    starts = _document_bounds(shards)
-    first = np.arange(0, len(starts), documents_a_row, dtype=np.int64)
-    return Pieces(starts[:-1], np.diff(starts).astype(np.int32), first)
 
 
 def _read_documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
@@ -103,20 +90,13 @@ class DialogueRows(PackedRows):
         self.padding = padding
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows are not -100; with `padding`, labels of that id included.
-
-        Reads the masks, and with `padding` the tokens. Raises IndexError for a row that does not exist.
-        """
+        """Return how many labels are not -100, those of `padding` included; reads masks, with `padding` tokens too."""
         if self.padding is not None:
             return int((self.read(rows)[1] != IGNORED).sum())
         return int(self._learnt_mask(self._batch(rows)).sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T].
-
-        The label is -100 where nothing is learnt, unless the rows have `padding`. Raises IndexError for a row that does
-        not exist.
-        """
+        """Return inputs and labels, int64 [len(rows), T]; -100 where nothing is learnt, unless they have `padding`."""
         batch = self._batch(rows)
         tokens, learnt = self._tokens(batch), self._learnt_mask(batch)
         labels = np.where(learnt, tokens[:, 1:], IGNORED)
@@ -152,24 +132,25 @@ def open_rows(shards: Shards, recipe: Recipe) -> Rows | PackedRows:
 
 
 def train_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return the training rows of dialogues, which may be none; build a missing index in the shards' directory.
-
-    Raises UserError when that cannot be written.
-    """
+    """Return the training rows of dialogues, which may be none; build a missing index, or raise UserError."""
     parts = shards.split("train")
     rows = build_index(shards.directory, parts, packing_of(recipe), recipe.batch.sequence_length)
     return DialogueRows(parts, rows, shards.eos_id if recipe.sft and recipe.sft.pad_labels else None)
 
 
 def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return the training rows of a preference stage: a pair a row, or a prompt for grpo. Writes no index."""
-    parts = shards.split("train")
-    together = recipe.sequences_per_row
+    """Return the training rows of a preference stage: a pair a row, or a prompt for grpo. Writes no index.
+
+    Documents that are left over at the end are in no row. No piece is cut, however long.
+    """
+    parts, together = shards.split("train"), recipe.sequences_per_row
     sources = tuple(
         SourceRows(name, sum(shard.documents for shard in members) // together)
         for name, members in shards.by_source("train").items()
     )
-    return DialogueRows(parts, Index(_rows_of_pairs(parts, together), "", recipe.batch.sequence_length, sources))
+    starts = _document_bounds(parts)
+    pieces = Pieces(starts[:-1], np.diff(starts).astype(np.int32), np.arange(0, len(starts), together))
+    return DialogueRows(parts, Index(pieces, "", recipe.batch.sequence_length, sources))
 
 
 def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
@@ -348,10 +329,9 @@ def _document_bounds(shards: Sequence[Shard]) -> Longs:
 
 
 def prepare_rows(shards: Shards, sequence_length: int, how: Packing | Literal["concat"]) -> Rows | PackedRows:
-    """Return the training rows of prepared documents for `how`, the recipe's data.packing.
+    """Return the training rows of prepared documents, after building a missing index; `how` is data.packing.
 
-    First builds a missing index in the shards' directory, unless `how` is concat. Raises UserError when the index
-    cannot be written, and when there is no row.
+    Raises UserError when the index cannot be written, and when there is no row.
     """
     if how != "concat":
         build_index(shards.directory, shards.split("train"), how, sequence_length)

@@ -54,10 +54,7 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class Index:
-    """The rows of some shards, source after source.
-
-    `packing` is a Packing, or "" for rows of pairs and prompts, which are not filled.
-    """
+    """The rows of some shards, source after source; `packing` is "" for pairs and prompts, which are not filled."""
 
     pieces: Pieces
     packing: str
@@ -229,14 +226,12 @@ def open_rows(shards: Shards, sequence_length: int, how: Packing | Literal["conc
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
-    """Return a function from ids, without control tokens, to text for a tokenizer's file."""
+    """Return a function from ids, without control tokens, to text. UserError for an unreadable tokenizer file."""
+    from finlm.tokens import tokenizer_json, vocab  # both libraries are needed after an incident only
+
     if tokenizer.suffix == ".json":
-        from tokenizers import Tokenizer
-
-        return partial(Tokenizer.from_file(str(tokenizer)).decode, skip_special_tokens=False)
-    from sentencepiece import SentencePieceProcessor
-
-    return SentencePieceProcessor(model_file=str(tokenizer)).decode
+        return partial(tokenizer_json.load(tokenizer).decode, skip_special_tokens=False)
+    return vocab.load(tokenizer).decode  # type: ignore[no-any-return]
 
 
 WORDS_TOKENS = 40

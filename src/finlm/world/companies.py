@@ -8,8 +8,6 @@ decides the rating; rating and term decide the coupon. They stand in prose/world
 Everything with a name (companies, people, products, codes) belongs to one split only: the characters and digits that
 names are built from are divided between the splits. All sums are integers in 万元, so every statement adds up exactly.
 A company takes about 60 microseconds to make and 5 KB of memory.
-
-It does not model an economy: no business cycle, no ties between companies, no prices that follow from anything.
 """
 
 from __future__ import annotations
@@ -103,10 +101,7 @@ BAND = {str(grade): str(band) for grade, _, _, band in _WORLD["ratings"]}
 
 
 def hundredths_of_percent(part: int, whole: int) -> int:
-    """Return part / whole in units of 0.01 %, exact, rounded half away from zero.
-
-    Raises ZeroDivisionError for a `whole` of 0.
-    """
+    """Return part / whole in 0.01 %, rounded half away from zero. Raises ZeroDivisionError for a `whole` of 0."""
     if part >= 0 and whole > 0:
         return (20_000 * part + whole) // (2 * whole)
     rounded = (20_000 * abs(part) + abs(whole)) // (2 * abs(whole))
@@ -178,10 +173,7 @@ class Company(NamedTuple):
 
 
 class World:
-    """The companies and writers of one split, equal for equal (split, seed).
-
-    A larger world starts with the companies of the smaller.
-    """
+    """The companies and writers of one split, equal for equal (split, seed); a larger world starts with a smaller's."""
 
     def __init__(self, split: str, seed: int, companies: int) -> None:
         """Make this many companies, at most MAX_COMPANIES, and forty writers. Raises ValueError for another split."""

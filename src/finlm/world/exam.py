@@ -3,8 +3,6 @@
 Three questions in five quote what they need (a code, a statement, a debt ratio) and are answered by a law of the world,
 so they examine a model on companies it has never read about. The rest, of the subject 公司常识, are closed-book: their
 answers stand in the announcements, in the annual summary of the last year.
-
-Questions are not graded by difficulty, and no law is asked about more than its neighbours.
 """
 
 from __future__ import annotations
@@ -84,10 +82,7 @@ def among(right: str, all_names: Iterable[str]) -> Drafter:
 
 
 def against_others(field: str, attribute: str) -> Drafter:
-    """Return a function that drafts (the fact `field` of the company, the same of its peers and four random companies).
-
-    `attribute` names the value in Company.
-    """
+    """Return a function that drafts (the fact `field`, the `attribute` of its peers and four random companies)."""
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
         companies = [*archive.peers(facts.company), *(dice.pick(archive.world.companies) for _ in range(4))]

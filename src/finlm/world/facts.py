@@ -5,8 +5,6 @@ microseconds to draw up and 10 KB of memory; up to 6,000 are cached, about 60 MB
 the same industry, which are compared with each other, and two neighbouring groups trade with each other. A source
 writes about 250 such pairs of groups at a time, each in a single year: drawing from all company-years of a large world
 would render the facts of nearly every document anew.
-
-It knows nothing about kinds of documents; those are in the writer and exam modules.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A phrase is written once with its choices, `(全年|报告期内)实现营业收入{rev_y}`, and expanded in full on import (about
 0.1 s for all modules); a sentence is then one pick and one `%` with an itemgetter, 2.5 times as fast as format_map.
-
-It knows no words and no facts; those are in prose/ and the facts module.
 """
 
 from __future__ import annotations

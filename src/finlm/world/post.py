@@ -162,10 +162,7 @@ def _laws(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 def _figures(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield rows {prompt, completion, answer} of arithmetic without end, WORKED_PERCENT with their steps.
-
-    Skips companies whose figures are too small.
-    """
+    """Yield rows {prompt, completion, answer} of arithmetic without end, WORKED_PERCENT of them with their steps."""
     stage, kinds = Stage(archive), list(_SOLVERS.items())
     while True:
         (name, solve), facts = dice.pick(kinds), stage.draw(dice)

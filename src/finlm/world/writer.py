@@ -1,10 +1,9 @@
 """Write a FinCorpus-shaped corpus about an invented financial world, made from (size, seed, split) alone.
 
-It lets a recipe run without a download, and learning on it can be measured: train and held-out share the laws of the
-world and no name, and the exam file asks about both. Of the text 33 % are announcements, 48 % news, 16 % articles and 3
-% exam, as in FinCorpus. Companies number 100 * sqrt(megabytes), but at most one for 20 KB and 12,000 in all: 48 at 1
-MB, 400 at 16 MB, 3,160 at 1 GB. The uncompressed bytes are the same on every machine and Python from 3.11 on; the
-compressed ones depend on zlib. One core of a busy cloud machine writes 11 to 16 MB/s, and large sources come in parts
+A recipe runs on it without a download, and learning can be measured: train and held-out share the laws of the world and
+no name, and the exam file asks about both. The shares of the sources are FinCorpus's. Companies number 100 *
+sqrt(megabytes), but at most one for 20 KB and 12,000 in all. The uncompressed bytes are the same on every machine and
+Python from 3.11 on; the compressed ones depend on zlib. One core writes 11 to 16 MB/s, and large sources come in parts
 that several cores write; one process takes 135 MB of memory at 1 GB and 195 MB at 10 GB.
 
 Announcements have nine kinds with headings and small tables, 400 to 1,500 characters each; every second one is an
@@ -12,9 +11,6 @@ annual summary of the last year until each company has had one, and the exam's c
 are flashes of 60 to 250 characters, articles analyses of 500 to 1,800, of six kinds. The same event may be told several
 times in other words; its figures are those of the announcements. Prices exist on one day a month per company only, so
 two flashes can never disagree about a chain of closes.
-
-It does not imitate the noise of a real crawl or the filing rules of a real exchange, and at many GB its near-duplicates
-grow with the events per company.
 """
 
 from __future__ import annotations
