@@ -12,9 +12,9 @@ import pytest
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.base.runs import newest_runs
 from finlm.cli import command_line, main, options
 from finlm.recipe import parents, recipe
-from finlm.record import history
 
 from helpers import ROOT
 
@@ -130,4 +130,4 @@ def test_the_list_says_what_each_run_did_and_is(runs: Path, capsys: pytest.Captu
     assert main.main(["runs", "--runs", "none"]) == 0
     assert "no runs in none/" in capsys.readouterr().out
     shutil.rmtree(waiting.path)
-    assert len(history.list_all(runs)) == 3
+    assert len(newest_runs(runs)) == 3

@@ -30,7 +30,7 @@ VERSION = 2
 MANIFEST = "manifest.json"
 MODEL_MANIFEST = "finlm.json"  # of a model directory, written last: its origin and its files' hashes
 THREADS = 16
-BLOCK_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 26  # hashed side by side; the sha256 of a whole file cannot be
 _READ_BYTES = 1 << 20
 
 
@@ -274,7 +274,7 @@ def publish(directory: Path, manifest: Manifest) -> None:
 def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
     """Publish step-N at `directory`, in a host's memory, then make `link`, in the run's checkpoints, a symlink to it.
 
-    Removes the checkpoint that `link` was, or led to, before. The link appears last and whole.
+    Removes the checkpoint that `link` was, or led to, before. The link appears last and whole. Raises OSError.
     """
     publish(directory, manifest)
     if not (link.is_symlink() and link.readlink() == directory):
@@ -301,7 +301,7 @@ def remove(directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Rename a damaged checkpoint to step-N.damaged and return the new path; deletes an earlier one of this name."""
+    """Rename a damaged checkpoint to step-N.damaged, deleting an earlier one; return the new path. Raises OSError."""
     damaged = directory.with_name(f"{directory.name}.damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     return directory.rename(damaged)

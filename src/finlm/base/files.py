@@ -42,7 +42,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write value to path atomically as JSON, with its keys in their own order; indented below a million characters.
 
-    Makes missing parent directories. Raises TypeError for a value that JSON cannot hold.
+    Makes missing parent directories. Raises TypeError for a value that JSON cannot hold, and OSError.
     """
     text = json.dumps(value, ensure_ascii=False)
     if len(text) < _READABLE:  # indenting takes ten times as long
@@ -64,10 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_from(path: Path, offset: int) -> str:
-    """Return the text of a file from the byte `offset` on; "" if there is no file.
-
-    Bytes that are not UTF-8 become U+FFFD.
-    """
+    """Return a file's text from the byte `offset` on, with U+FFFD for what is not UTF-8; "" if there is no file."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -76,9 +73,9 @@ def read_from(path: Path, offset: int) -> str:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append value to path as one line of JSON, creating the file; first end a last line that a kill cut short."""
+    """Append value to path as a line of JSON, making the file; first end a last line that a kill cut short. OSError."""
     line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-    with path.open("ab+") as file:
+    with path.open("ab+") as file:  # appending, so tell() is the file's size
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             line = b"\n" + line
         file.write(line)
@@ -102,7 +99,7 @@ def parse_json_lines(lines: Iterable[bytes]) -> Iterator[Any]:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the hex sha256 of a file's bytes."""
+    """Return the hex sha256 of a file's bytes. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -116,7 +113,7 @@ def sha256_json(value: Any) -> str:
 def lock(path: Path, busy: UserError) -> Iterator[None]:
     """Hold an exclusive lock (flock) on a file in the block; raise `busy` at once if another process has it.
 
-    Makes the file, or empties it.
+    Makes the file, or empties it; the kernel frees the lock when the process ends. Raises OSError if it cannot be made.
     """
     with path.open("w") as file:
         try:

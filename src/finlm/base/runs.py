@@ -75,7 +75,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 def seal_model(directory: Path, **origin: Any) -> None:
     """Write finlm.json into a finished model directory: `origin`, and size and sha256 of all its files but README.md.
 
-    Sets the mode of the files as the umask says. Files in subdirectories are not listed.
+    Sets the mode of all files as the umask says. Files in subdirectories are not listed. Raises OSError.
     """
     paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name != CARD)
     parts = {
@@ -264,7 +264,7 @@ def lock_run(run: RunDir) -> Iterator[None]:
     if path in _held:
         yield
         return
-    with (run.path / ".lock").open("a+") as file:
+    with (run.path / ".lock").open("a+") as file:  # not "w", which would empty it before the lock is ours
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -354,7 +354,7 @@ def tree_hash(root: Path, paths: Iterable[Path]) -> str:
 
 
 def tree_bytes(directory: Path) -> int:
-    """Return the total size in bytes of all files below a directory."""
+    """Return the total size in bytes of all files below a directory; 0 if there is none."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 

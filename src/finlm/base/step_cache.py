@@ -189,7 +189,7 @@ class Cache:
         new = [
             (path, name, state)
             for path, name, state in zip(paths, names, states, strict=True)
-            if known.get(name, [])[:-1] != state or "" in state
+            if known.get(name, [])[:-1] != state or "" in state  # "": a store without versions, so read it every time
         ]
         if new and not self.build:
             raise NotPrepared("fingerprints")

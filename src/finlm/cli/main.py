@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit for a bad command line (code 2), --help and --version.
     """
+    # Before argparse, which prints help and mistakes in this language.
     language.use(language.choose(sys.argv[1:] if argv is None else argv))
     try:
         options = cli_options.parser().parse_args(argv)
@@ -363,7 +364,7 @@ def _runs(options: argparse.Namespace) -> int:
 
     if options.runs.is_file():
         raise UserError(f"--runs: {options.runs} is a file", fix="give a directory of runs")
-    listed = history.list_all(options.runs)
+    listed = [history.read_listed(run) for run in runs.newest_runs(options.runs)]
     history.show_runs(listed, options.runs)
     _print_json(options, {"runs": [vars(run) for run in listed]})
     return 0

@@ -343,6 +343,7 @@ def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         """Return the number of an option's text. Raises ArgumentTypeError if it is none or out of range."""
+        # int() also reads 1_000, digits of other scripts, and as many as somebody pastes
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
         if int(text) > most:

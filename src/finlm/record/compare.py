@@ -21,7 +21,6 @@ from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
 from finlm.plan.plan import decided_keys
 from finlm.recipe.rules import SAME_NUMBERS, WORDS, is_within
-from finlm.record import history
 from finlm.record import history as histories
 from finlm.record import manifest as manifests
 from finlm.record.history import Chart, History, Points
@@ -56,24 +55,17 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Ends:
-    """A run's newest held-out loss over all sources in nats per token, and its median tokens/s; None if unknown."""
-
-    held_out: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Every field that differs, most telling first, and the first steps whose rows and losses differ, if any.
 
-    `rows` and `curve` are those steps, `losses` the (step, loss) points of both runs, `ends` their last results.
+    `rows` and `curve` are those steps, `losses` the (step, loss) points of both runs. `ends` has of each run the newest
+    `held_out` loss over all sources, in nats per token, and the median `tokens_per_second`; None if unknown.
     """
 
     fields: tuple[Difference, ...]
     curve: Difference | None
     losses: tuple[Points, Points]
-    ends: tuple[Ends, Ends] | None = None
+    ends: tuple[dict[str, float | None], ...] = ()
     rows: Difference | None = None
     other_bits: str = ""  # why the same losses to the last bit are not promised
 
@@ -98,7 +90,7 @@ class Comparison:
             "same_bits_promised": not self.other_bits,
             "other_bits": self.other_bits,
             "steps": [len(points) for points in self.losses],
-            "ends": [asdict(each) for each in self.ends or ()],
+            "ends": list(self.ends),
         }
 
 
@@ -107,16 +99,16 @@ def compare(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
 
     Missing or damaged files count as empty.
     """
-    both = history.read_history(a), history.read_history(b)
+    both = histories.read_history(a), histories.read_history(b)
     losses = both[0].points("loss"), both[1].points("loss")
     starts = [read.starts[-1] if read.starts else {} for read in both]
     differences = tuple(list_differences(a, b, *starts))
-    ends = tuple(Ends((read.evals or [{}])[-1].get("loss"), read.median("tokens_per_second")) for read in both)
+    ends = [((read.evals or [{}])[-1].get("loss"), read.median("tokens_per_second")) for read in both]
     return Comparison(
         fields=differences,
         curve=first_other_loss(*losses, tolerance),
         losses=losses,
-        ends=(ends[0], ends[1]),
+        ends=tuple({"held_out": loss, "tokens_per_second": speed} for loss, speed in ends),
         rows=first_other_rows(*both),
         other_bits=other_bits(a, differences, *starts),
     )
@@ -132,7 +124,7 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
     for difference in differences:
         if difference.section != "packages" or _NUMERIC.fullmatch(difference.field):
             return str(difference)
-    if history.read_object(a.plan).get("device") == "cuda" and not _recipe(a).get("train.deterministic"):
+    if histories.read_object(a.plan).get("device") == "cuda" and not _recipe(a).get("train.deterministic"):
         return "GPUs without train.deterministic add in another order every time"
     if any(row.get("device") == "cpu" and "cpu_capability" not in row for row in starts):
         return "a run has no record of the CPU kernels that it used"
@@ -146,10 +138,9 @@ def list_differences(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterat
     last `start` event of run `a` and of run `b`, whose CPU kernels are compared as hardware. Missing or damaged files
     count as empty.
     """
-    for found in _differing("recipe", _recipe(a), _recipe(b)):
-        values = (redact_key(found.field, value) for value in (found.a, found.b))
-        yield Difference(found.section, found.field, *values)
-    yield from data_differences(history.read_object(a.data), history.read_object(b.data))
+    for each in _differing("recipe", _recipe(a), _recipe(b)):
+        yield Difference("recipe", each.field, redact_key(each.field, each.a), redact_key(each.field, each.b))
+    yield from data_differences(histories.read_object(a.data), histories.read_object(b.data))
     one, other = Manifest.read(a) or Manifest(), Manifest.read(b) or Manifest()
     yield from _code(a, b, one.finlm, other.finlm)
     yield from plan_differences(a, b)
@@ -163,7 +154,7 @@ def list_differences(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterat
 
 def plan_differences(a: RunDir, b: RunDir) -> Iterator[Difference]:
     """Yield the differences of two runs' plans in the keys that can change a loss or speed."""
-    both = history.read_object(a.plan), history.read_object(b.plan)
+    both = histories.read_object(a.plan), histories.read_object(b.plan)
     yield from _differing("plan", *({key: plan.get(key) for key in _PLAN} for plan in both))
 
 
@@ -218,7 +209,7 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
     if comparison.other_bits and comparison.other_bits not in map(str, comparison.fields[:1]):
         lines.append(f"same bits          not promised: {comparison.other_bits}")
     for name, key, form in (("held-out loss", "held_out", ".4f"), ("tokens/s", "tokens_per_second", ",.0f")):
-        pair = [getattr(each, key) for each in comparison.ends or ()]
+        pair = [each[key] for each in comparison.ends]
         if any(value is not None for value in pair):
             shown = " | ".join("–" if value is None else format(value, form) for value in pair)
             change = f"   {100 * (pair[1] / pair[0] - 1):+.2f} %" if all(pair) else ""
@@ -228,7 +219,7 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
         if points:
             ends = f"{points[0][1]:.4f} → {points[-1][1]:.4f}"
             lines.append(
-                f"  {history.sparkline([loss for _, loss in points], min(values), max(values))}  {ends}  {name}"
+                f"  {histories.sparkline([loss for _, loss in points], min(values), max(values))}  {ends}  {name}"
             )
     return lines
 
@@ -250,7 +241,7 @@ def _recipe(run: RunDir) -> Mapping[str, Any]:
     """
     values = manifests.recipe_values(run) or manifests.unchecked_recipe_values(run)
     decided = {
-        key: value for key, value in decided_keys(history.read_object(run.plan)).items() if values.get(key) == "auto"
+        key: value for key, value in decided_keys(histories.read_object(run.plan)).items() if values.get(key) == "auto"
     }
     return {key: value for key, value in {**values, **decided}.items() if not is_within(key, SAME_NUMBERS)}
 
@@ -269,9 +260,11 @@ def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
     """
     if one.code_sha256 == other.code_sha256:
         return
-    hashes = [{path.relative_to(run.code).as_posix(): path for path in Path(run.code).rglob("*.py")} for run in (a, b)]
-    found = [{name: files.sha256_file(path)[:12] for name, path in each.items()} for each in hashes]
-    yield from _differing("code", *found)
+    hashes = (
+        {path.relative_to(run.code).as_posix(): files.sha256_file(path)[:12] for path in Path(run.code).rglob("*.py")}
+        for run in (a, b)
+    )
+    yield from _differing("code", *hashes)
     commits = [each.git.commit if each.git else None for each in (one, other)]
     if commits[0] != commits[1]:
         yield Difference("code", "git commit", *commits)
@@ -412,8 +405,11 @@ def charts(runs: Sequence[Run]) -> Iterator[Chart]:
         ("Tokens a second, smoothed", lambda history: histories.smooth(history.points("tokens_per_second")), True),
     ]
     for title, points_of, zero in measures:
-        found = [(number, run.name, points_of(run.history)) for number, run in enumerate(runs)]
-        series = [histories.as_series(name, points, f"run{number}") for number, name, points in found if points]
+        series = [
+            histories.as_series(run.name, points, f"run{number}")
+            for number, run in enumerate(runs)
+            if (points := points_of(run.history))
+        ]
         if series:
             yield Chart(title, series, zero, marks=title == "Held-out loss")
 

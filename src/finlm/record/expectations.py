@@ -65,7 +65,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, object]:
         """Return the fields of the event `expect`."""
-        return asdict(self) | {"ok": self.ok, "checked": [asdict(number) for number in self.checked]}
+        return asdict(self) | {"ok": self.ok}
 
     def lines(self) -> list[str]:
         """Return lines for a person: why nothing was checked; or a summary, each number that is off, and its origin."""
@@ -247,10 +247,8 @@ def print_outcome(run: RunDir, stage: str) -> None:
     if evals:
         first, last = evals[0], evals[-1]
         if "loss" in last:
-            change = ""
-            if first["loss"] and last["loss"] is not None:
-                fall = 100 * (1 - last["loss"] / first["loss"])
-                change = f" ({abs(fall):.1f} % {'lower' if fall > 0 else 'higher'})"
+            fall = history.relative_fall(first["loss"], last["loss"])
+            change = "" if fall is None else f" ({100 * abs(fall):.1f} % {'lower' if fall > 0 else 'higher'})"
             screen.say(f"held-out loss   {_format_number(first['loss'])} -> {_format_number(last['loss'])}{change}")
         if "sampled" in last:
             before = f"{_format_number(first['sampled'])} -> " if "sampled" in first and last is not first else ""

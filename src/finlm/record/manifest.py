@@ -201,9 +201,16 @@ def make(
         plan=PlanHash(files.sha256_json(plan.to_json())),
         start=None if start is None else json.loads(redact("", json.dumps(start.to_json()))),
         shards=_prepared_data(shards),
-        seeds=_seeds(recipe),
+        seeds={
+            "train.seed": recipe.train.seed,
+            **{
+                f"data.sources[{index}].synthetic.seed": source.synthetic.seed
+                for index, source in enumerate(recipe.data.sources)
+                if source.synthetic is not None
+            },
+        },
         hosts=[HostRecord(host.name, host.slots, host.gpu, **(facts or {}).get(host.name, {})) for host in plan.hosts],
-        command=redact_command(sys.orig_argv if command is None else command),
+        command=redact_command(sys.orig_argv if command is None else command),  # argv lacks the interpreter and -m
         directory=str(Path.cwd()),
         environment=redact_environment(os.environ if environment is None else environment),
         machine=_machine(),
@@ -317,15 +324,6 @@ def _prepared_data(directory: Path | None) -> PreparedData | None:
     if not file.exists():
         return PreparedData(str(directory))
     return PreparedData(str(directory), files.sha256_file(file), files.read_json(file).get("tokenizer_sha256"))
-
-
-def _seeds(recipe: Recipe) -> dict[str, int]:
-    """Return {recipe key: seed} of training and of synthetic sources."""
-    seeds = {"train.seed": recipe.train.seed}
-    for index, source in enumerate(recipe.data.sources):
-        if source.synthetic is not None:
-            seeds[f"data.sources[{index}].synthetic.seed"] = source.synthetic.seed
-    return seeds
 
 
 def packages() -> dict[str, str]:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ END_SECONDS = 60.0  # a tracker's time to send the rest when its run has ended
 KINDS = ("step", "eval", "checkpoint", "suite", "tasks")
 
 
-def rows_that_stand(rows: Iterator[Row]) -> list[Row]:
+def rows_that_stand(rows: Iterable[Row]) -> list[Row]:
     """Return the event rows with metrics in step order, without those that a later start or rollback takes back.
 
     Keeps only the last event of a kind and step (and suite and mode).
@@ -223,23 +223,19 @@ def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
             rows = next(events)
             tracker = TRACKERS[name](run, recipe.load(run.recipe).recipe)
             try:
-                sent = _send(tracker, rows_that_stand(iter(rows)), {})
+                sent = _send(tracker, rows_that_stand(rows), {})
                 while not is_last:
                     is_last = is_over()  # asked before the last look, which then sees everything
                     rows = next(events)
-                    if _takes_back(rows, sent):
-                        break
+                    newest = max(sent.values(), default=0)
+                    back_to = (row.get("step") for row in rows if row["kind"] in ("start", "rollback"))
+                    if any(int(step or 0) < newest for step in back_to):
+                        break  # no tracker takes a step back: it is opened again, which removes what it has of this run
                     sent = _send(tracker, [row for row in rows if row["kind"] in KINDS], sent)
                 else:
-                    return max(0, *sent.values()) if sent else 0
+                    return max(sent.values(), default=0)
             finally:
                 tracker.close()
-
-
-def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:
-    """Return whether a start or rollback among the events goes back before a step that was sent."""
-    reached = max(sent.values(), default=0)
-    return any(row["kind"] in ("start", "rollback") and int(row.get("step") or 0) < reached for row in rows)
 
 
 def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[str, int]:
@@ -304,7 +300,7 @@ def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
             command = [sys.executable, "-m", "finlm.record.trackers", str(run.path), name]
             started[name] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
-            )
+            )  # a session of its own: Ctrl-C is for the run, whose last steps are still to be sent
     try:
         yield
     finally:

@@ -112,6 +112,7 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
     injuries, began = list[Injury](), 0.0
     with (
         head.exit_on_signals("the drill ends its training"),  # else that goes on alone
+        # A session of its own: Ctrl-C is for the drill, which then ends the training with a checkpoint.
         subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as d.process,
     ):
         try:

@@ -280,7 +280,7 @@ def _list_changes(keys: Sequence[str], planned: Mapping[str, Any], plan: Plan) -
 
 def _list_differences(old: Mapping[str, Any], plan: Plan) -> list[str]:
     """Return `key old -> new` for keys in SHOWN in which `old` (plan.json) and the plan differ, else other keys."""
-    new = json.loads(json.dumps(plan.to_json()))
+    new = json.loads(json.dumps(plan.to_json()))  # tuples become lists, as in plan.json
     return _list_changes(SHOWN, old, plan) or [key for key in new if old.get(key) != new[key]]
 
 

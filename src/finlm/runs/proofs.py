@@ -59,6 +59,7 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
         if run.former_plans:  # those ran out of memory, and would again
             values = decided_keys(files.read_json(run.plan))
             command += [part for key, value in values.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        # Its stdout goes to stderr: ours carries the comparison, as JSON perhaps.
         with subprocess.Popen(_finlm_command(command), env=_code_env(run), stdout=sys.stderr.fileno()) as train:
             again = _wait_for_run(train, runs, former)
             other_plan = tuple(compare.plan_differences(run, again)) if again else ()
@@ -314,7 +315,7 @@ def _train_and_kill(
                 time.sleep(chance.uniform(0.0, 0.05 if saving else 0.3))
                 _kill(process)
                 return moment, _last_step(runs)
-            time.sleep(0.002)
+            time.sleep(0.002)  # a small checkpoint is half written for a few ms only
         run = _find_run(runs)
         if run is None or not run.is_trained():
             raise _training_failure(recipe, process.returncode, runs)

@@ -29,7 +29,6 @@ from finlm.plan import memory
 from finlm.plan.plan import decided_keys
 from finlm.recipe import parents
 from finlm.recipe.rules import origin_of
-from finlm.record import history
 from finlm.record import history as histories
 from finlm.record import manifest as manifests
 from finlm.record.history import Chart, History, Row, read_object
@@ -101,7 +100,7 @@ def _compare_plan(history: History, plan: Mapping[str, Any]) -> list[tuple[str |
     on_gpus, start = plan.get("device") == "cuda", history.planned_from
     # torch.cuda.max_memory_allocated is what steps record on GPUs, the resident size of the process on CPU ranks.
     planned = memory.allocated_bytes(plan.get("gpu_bytes_items") or {}) if on_gpus else plan.get("gpu_bytes")
-    measured = highest(history.values("memory_bytes", start))
+    measured = max(history.values("memory_bytes", start), default=None)
     speed, read = history.median("tokens_per_second", start), history.median("tokens_read", start)
     planned_speed = histories.planned_speed(plan.get("tokens_per_second"), plan.get("tokens_per_step", 1), read)
     seconds, done = (plan.get("days") or 0) * 86400, history.last("step") or 0
@@ -340,11 +339,6 @@ def interval(bounds: Any) -> str | None:
     return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
 
 
-def highest(values: Iterable[float]) -> float | None:
-    """Return the highest value; None without values."""
-    return max(values, default=None)
-
-
 def data(charts: Iterable[Chart]) -> str:
     """Return the charts as the text of a JSON <script> element, which no title or name in them can end.
 
@@ -377,14 +371,14 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
     pages = Environment(
         loader=FileSystemLoader([*folders, FILES]),
         autoescape=True,
-        undefined=ChainableUndefined,
+        undefined=ChainableUndefined,  # what a missing object has is missing too
         finalize=lambda value: MISSING if value is None or isinstance(value, Undefined) else value,
     )
     pages.filters |= {"count": count, "short": short, "size": size, "digits": digits, "percent": percent}
-    pages.filters |= {"moment": moment, "interval": interval, "highest": highest}
+    pages.filters |= {"moment": moment, "interval": interval}
     pages.filters["duration"] = lambda value: say_units(duration(value), lang)
     pages.filters["in_units"] = lambda rows: [[say_units(cell, lang) for cell in row] for row in rows]
-    pages.globals |= {"first_and_last": history.first_and_last, "fall": history.relative_fall}
+    pages.globals |= {"first_and_last": histories.first_and_last, "fall": histories.relative_fall}
 
     def say(text: Any) -> Any:
         """Return text in the page's language; other values, and unknown text, as they are."""
