@@ -15,10 +15,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -36,18 +37,8 @@ _WORD = re.compile(rf"\s*(?:[{WIDE}][，。、；：）」]*|[^\s{WIDE}]+)")
 _HANGING = re.compile(r" *(?:- |\w+: +|\S+(?: \S+)?  +)?")  # a list's item, or a name before its value
 
 
-class Advance(Protocol):
-    """The function that moves a progress bar on."""
-
-    def __call__(self, amount: float, description: str | None = None) -> None:
-        """Move on by amount, in the units of the bar's total; `description` renames the bar."""
-
-
-class Board(Protocol):
-    """The function that redraws a board's block of the terminal."""
-
-    def __call__(self, done: float, rows: Sequence[tuple[str, str]]) -> None:
-        """Draw a bar for `done`, the share of the work from 0 to 1, above rows of (name, value)."""
+Advance = Callable[[float], None]  # moves a progress bar on by an amount, in the units of the bar's total
+Board = Callable[[float, Sequence[tuple[str, str]]], None]  # redraws a bar (0 to 1) above (name, value) rows
 
 
 def send_results(*, to_stderr: bool) -> None:
@@ -242,13 +233,7 @@ def progress(description: str, total: float | None, unit: str = "") -> Iterator[
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console()) as bar:
-        task = bar.add_task(translate(description), total=total)
-
-        def advance(amount: float, description: str | None = None) -> None:
-            """Move the bar on by `amount`, renamed if `description` is given."""
-            bar.update(task, advance=amount, description=translate(description) if description else None)
-
-        yield advance
+        yield partial(bar.advance, bar.add_task(translate(description), total=total))
 
 
 @contextmanager
@@ -286,16 +271,14 @@ def _plain_progress(description: str, total: float | None, unit: str) -> Advance
     """Return an Advance that prints a line to stderr at each tenth of `total`, and nothing if `total` is None."""
     done, shown = 0.0, 0
 
-    name = translate(description)
-
-    def advance(amount: float, description: str | None = None) -> None:
-        """Add `amount`; when another tenth of the total is done, print a line, with `description` if that is given."""
+    def advance(amount: float) -> None:
+        """Add `amount`; print a line when another tenth of the total is done."""
         nonlocal done, shown
         done += amount
         tenths = int(10 * done / total) if total else 0
         if tenths > shown:
             shown = tenths
-            _print(_STDERR, f"{translate(description or '') or name}: {min(100, 10 * tenths)} % {unit}".rstrip())
+            _print(_STDERR, f"{translate(description)}: {min(100, 10 * tenths)} % {unit}".rstrip())
 
     return advance
 

@@ -261,7 +261,7 @@ def _damage(directory: Path, lengths: Mapping[str, int]) -> str:
     return ""
 
 
-def ignore_progress(amount: float, description: str | None = None) -> None:
+def ignore_progress(amount: float) -> None:
     """Do nothing; used as the Advance where no bar is shown."""
 
 

@@ -65,7 +65,7 @@ class Comparison:
     fields: tuple[Difference, ...]
     curve: Difference | None
     losses: tuple[Points, Points]
-    ends: tuple[dict[str, float | None], ...] = ()
+    ends: tuple[Mapping[str, Any], ...] = ()
     rows: Difference | None = None
     other_bits: str = ""  # why the same losses to the last bit are not promised
 
