@@ -71,7 +71,7 @@ def test_ranks_that_stop_to_take_a_host_in_may_take_as_long_as_they_need(capsys:
         stop.pass_on([session], has_stepped=True, grace_seconds=60, now=now)
     assert told == [messages.Stop(signal.SIGTERM)]
     with pytest.raises(head.HostsBack, match="n1"):
-        stop.finish(7, 128 + signal.SIGTERM)
+        stop.finish(7)
     assert "n1 answers again" in capsys.readouterr().err
 
 

@@ -18,10 +18,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from finlm.base.errors import UserError
+from finlm.recipe.cluster import Host
 from finlm.recipe.schema import HostAccess
 
 CONNECT_SECONDS = 8
@@ -76,7 +78,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 class Result:
     """The exit code and the output of a command that ran on a host."""
 
-    host: str
     code: int
     stdout: str
     stderr: str
@@ -134,8 +135,7 @@ def command(
 ) -> list[str]:
     """Return the local ssh command line that runs argv on the host, every argument quoted.
 
-    `accept_new_keys` stores unknown host keys. A host that is silent for alive_count * 5 s is given up. Raises
-    UserError if `host` is not a host name.
+    `accept_new_keys` and `alive_count` as for options(). Raises UserError if `host` is not a host name.
     """
     settings = options(accept_new_keys, alive_count=alive_count)
     return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]
@@ -174,7 +174,8 @@ def run(
             evidence=shlex.join(line),
             fix=f"look at the load and the disks of {host}: ssh {ssh_name(host)} uptime",
         ) from None
-    result = Result(host, done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    result = Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    # Both codes may also be the command's own; nothing that finlm runs on a host uses them.
     if result.code in (FAILED, NOT_FOUND) or (check and result.code):
         raise explain(host, result.code, result.stderr, argv[0])
     return result
@@ -219,7 +220,7 @@ def explain(host: str, code: int, stderr: str, program: str) -> UserError:
 
 
 def reason(host: str, stderr: str) -> UserError | None:
-    """Return a UserError that says why ssh could not connect, from its stderr; None if that has no known message."""
+    """Return, without raising it, a UserError that says why ssh could not connect; None if `stderr` does not tell."""
     for pattern, problem, fix in _REASONS:
         if re.search(pattern, stderr):
             name = login(host).rpartition("@")[2]
@@ -255,6 +256,14 @@ def is_this_machine(host: str) -> bool:
     except OSError:
         return False
     return any(_is_own_address(family, address) for family, _, _, _, address in entries)
+
+
+def split_local(hosts: Sequence[Host]) -> tuple[list[Host], list[Host]]:
+    """Return (hosts that are this machine, other hosts), as is_this_machine() says, each in the given order."""
+    with ThreadPoolExecutor(16) as pool:
+        is_here = list(pool.map(lambda host: is_this_machine(host.destination), hosts))
+    pairs = list(zip(hosts, is_here, strict=True))
+    return [host for host, here in pairs if here], [host for host, here in pairs if not here]
 
 
 def address(host: str) -> str:

@@ -48,9 +48,7 @@ def host_env(
     """Return the environment variables of a host's ranks: timeout, threads, CUDA and NCCL, then `network`.
 
     The recipe's `env:` and then the host's `env:` override them. `cores` is the number of CPU cores of the host (None:
-    1), divided among its CPU ranks; GPU ranks get 4 threads, or 16 with optimizer offload. `network` has variables that
-    choose the network card (doctor/preflight.py). Some NCCL settings are made only for train.deterministic, or for
-    ZeRO-3 on one host with micro-batches of at least 16,384 tokens.
+    1), divided among its CPU ranks. `network` has variables that choose the network card (doctor/preflight.py).
     """
     longest = max(recipe.launch.start_minutes, recipe.launch.stall_minutes)
     env = {
@@ -61,6 +59,7 @@ def host_env(
     if plan.device == "cpu":
         env["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // host.slots))
     else:
+        # GPU ranks only feed the GPU; with the optimizer on the host, DeepSpeed's Adam runs on these threads.
         env["OMP_NUM_THREADS"] = "16" if plan.offload_optimizer in ON_HOST else "4"
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         tokens = plan.micro_batch * plan.sequence_length
@@ -96,10 +95,9 @@ class Job:
     def env(self, host: Host) -> dict[str, str]:
         """Return the environment of a host's ranks: host_env(), with the run's code first in PYTHONPATH.
 
-        For a host with a name, adds FINLM_HOST (the name that its log files carry). On CPU every rank gets one thread,
-        since nobody has asked the host for its cores.
+        For a host with a name, adds FINLM_HOST (the name that its log files carry). On CPU every rank gets one thread.
         """
-        env = host_env(self.recipe, self.plan, host)
+        env = host_env(self.recipe, self.plan, host)  # nobody has asked the host for its cores
         env["PYTHONPATH"] = processes.python_path(self.run.code, env)
         return env | ({HOST_VARIABLE: host.name} if host.name else {})
 
@@ -129,14 +127,11 @@ class Job:
 
 
 LaunchFiles = tuple[dict[str, str], list[str]]
-"""Texts by file name, and the commands; `{here}` stands for the directory of the files."""
+"""Texts by file name, and the commands to type, in which `{here}` stands for the directory of the files."""
 
 
 def torchrun(job: Job) -> LaunchFiles:
-    """Return ({file: text}, commands): a shell script per host that runs torchrun, and the command that starts each.
-
-    The first host is the rendezvous. In a command `{here}` stands for the directory of the files.
-    """
+    """Return a shell script per host that runs torchrun, and the command that starts each; the first has rank 0."""
     made = {}
     for node, host in enumerate(job.hosts.hosts):
         line = [
@@ -149,10 +144,9 @@ def torchrun(job: Job) -> LaunchFiles:
 
 
 def accelerate(job: Job) -> LaunchFiles:
-    """Return ({file: text}, commands): per host a config and a script for accelerate, and the command for each script.
+    """Return per host a config and a script for accelerate, and the command for each script.
 
-    In a command `{here}` stands for the directory of the files. Raises UserError when hosts have different numbers of
-    ranks.
+    Raises UserError when hosts have different numbers of ranks.
     """
     made: dict[str, str] = {}
     slots = job.slots("accelerate")
@@ -186,10 +180,9 @@ def accelerate(job: Job) -> LaunchFiles:
 
 
 def slurm(job: Job) -> LaunchFiles:
-    """Return ({file: text}, commands): an sbatch script with a task per rank, on nodes that Slurm chooses, and sbatch.
+    """Return an sbatch script with a task per rank, on nodes that Slurm chooses, and its command.
 
-    In the command `{here}` stands for the directory of the file. All tasks end when one fails. Raises UserError when
-    hosts have different numbers of ranks, or ranks have different micro-batches.
+    All tasks end when one fails. Raises UserError as Job.slots_anywhere() does.
     """
     slots, nodes = job.slots_anywhere("Slurm"), len(job.hosts.hosts)
     directory = str(job.run.logs).replace("%", "%%")  # Slurm replaces %j and others, also in directories
@@ -219,11 +212,10 @@ def slurm(job: Job) -> LaunchFiles:
 
 
 def k8s(job: Job) -> LaunchFiles:
-    """Return ({file: text}, commands): a Kubeflow PyTorchJob (kubeflow.org/v1), and docker build and kubectl apply.
+    """Return a Kubeflow PyTorchJob (kubeflow.org/v1), and the commands docker build and kubectl apply.
 
-    The user must fill in the claim of the volume, which is mounted at the current directory. In a command `{here}`
-    stands for the directory of the file. Raises UserError when hosts have different numbers of ranks, or ranks have
-    different micro-batches.
+    The user must fill in the claim of the volume, which is mounted at the current directory. Raises UserError as
+    Job.slots_anywhere() does.
     """
     slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
     env = job.env(Host("", slots))
@@ -263,11 +255,9 @@ def k8s(job: Job) -> LaunchFiles:
 
 
 def ray(job: Job) -> LaunchFiles:
-    """Return ({file: text}, commands): a script for the head node of a Ray cluster, and its command.
+    """Return a script for the head node of a Ray cluster, which starts a worker per rank, and its command.
 
-    The script starts a worker per rank, each with its own GPU (or CPU). In the command `{here}` stands for the
-    directory of the file. Raises UserError when hosts have different numbers of ranks, or ranks have different
-    micro-batches.
+    Raises UserError as Job.slots_anywhere() does.
     """
     slots = job.slots_anywhere("Ray")
     env = job.env(Host("", slots))
@@ -278,19 +268,15 @@ def ray(job: Job) -> LaunchFiles:
 
 
 ADAPTERS: dict[str, Callable[[Job], LaunchFiles]] = {
-    "torchrun": torchrun,
-    "accelerate": accelerate,
-    "slurm": slurm,
-    "k8s": k8s,
-    "ray": ray,
+    make.__name__: make for make in (torchrun, accelerate, slurm, k8s, ray)
 }
 
 
 def write_files(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
     """Write the files of the launcher `name`, a key of ADAPTERS, to <run>/launch, and return the commands to type.
 
-    The commands have the directory's path in place of `{here}`. Makes <run>/logs and replaces files of the same
-    names. Raises UserError when the launcher cannot express these hosts, such as hosts with different numbers of ranks.
+    Makes <run>/logs and replaces files of the same names. Raises UserError when the launcher cannot express these
+    hosts, such as hosts with different numbers of ranks.
     """
     made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
     directory = run.path / "launch"
@@ -330,9 +316,8 @@ def main() -> int:
     """Start a run's ranks as Ray workers and wait for them: `python -m finlm.launch.adapters RUN HOSTS SLOTS`.
 
     Every rank reserves a GPU (or a CPU) of its own in one placement group, SLOTS a host, so that no other Ray job is
-    put beside it. Waits for as long as Ray cannot give them. Ray would show each worker one GPU as number 0; ranks of a
-    host need to see all of the host's, with LOCAL_RANK as the index, so the reserved ones are made visible together.
-    Return 0; the code of the first rank that failed, after ending the others; 1 without a free port. Prints a failure.
+    put beside it; waits for as long as Ray cannot give them. Return 0; the code of the first rank that failed, after
+    ending the others; 1 without a free port. Prints a failure.
     """
     import ray
 
@@ -375,6 +360,7 @@ def main() -> int:
             "LOCAL_SIZE": str(options.slots),
         }
         if options.gpu:
+            # Ray would show each worker its GPU as number 0; ranks need all of their host, with LOCAL_RANK as index.
             devices = sorted(each for its_node, _, each in places if its_node == node)
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices), "LOCAL_RANK": str(devices.index(device))}
         pending[worker.train.remote(options.run, env)] = rank

@@ -31,6 +31,7 @@ BEAT_SECONDS = 2.0
 TICK_SECONDS = 0.1
 END_SECONDS = 4.0  # between SIGTERM and SIGKILL
 LOCK_SECONDS = 12.0  # a former run's agent needs so long to notice that it is alone
+FINISH_SECONDS = 5.0  # for the last logs; a head that is gone takes none
 CHUNK_BYTES = 1 << 18
 MISSED = -1000  # reaped before it was seen: the launcher's own exit code says more
 QUEUED = 8  # lines; what a line that is stuck holds back
@@ -39,9 +40,7 @@ QUEUED = 8  # lines; what a line that is stuck holds back
 class Line:
     """The connection to the head over stdin and stdout, with a thread for each direction.
 
-    `heard` is time.monotonic() of the head's last message. `open` is False once either direction is closed. Writing has
-    its own thread because a write without a network waits for as long as TCP tries, and the ranks have to end before
-    that.
+    `heard` is time.monotonic() of the head's last message. `open` is False once either direction is closed.
     """
 
     def __init__(self) -> None:
@@ -51,13 +50,14 @@ class Line:
         self._requests: queue.SimpleQueue[messages.Request | None] = queue.SimpleQueue()
         self._out = os.dup(1)  # whatever the launcher prints must not mix with it
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # A write without a network waits for as long as TCP tries, and the ranks have to end before that.
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, message: messages.Reply) -> None:
         """Queue a message for the head and return at once. If writing it fails later, `open` becomes False."""
-        self._lines.put(f"{messages.MARK}{messages.write_reply(message)}\n".encode())
+        self._lines.put(f"{messages.MARK}{messages.write_message(message)}\n".encode())
 
     @property
     def is_stuck(self) -> bool:
@@ -69,10 +69,10 @@ class Line:
         while self._lines.qsize() >= QUEUED // 2 and self.open:
             time.sleep(0.02)
 
-    def finish(self, seconds: float = 5.0) -> None:
-        """Wait until all queued lines are written, at most `seconds`; later ones are not written."""
+    def finish(self) -> None:
+        """Wait until all queued lines are written, at most 5 s; later ones are not written."""
         self._lines.put(None)
-        self._writer.join(seconds)
+        self._writer.join(FINISH_SECONDS)
 
     def _write(self) -> None:
         """Write queued lines to stdout until a None; set `open` to False when the head is gone."""
@@ -108,9 +108,8 @@ class Line:
 def main() -> None:
     """Greet the head, start the ranks that it asks for, and follow them to their end.
 
-    Exits the process with 0 once no rank is left. Exits with 1 when the head asks for something else or nothing in
-    time, former ranks still hold the run's lock, or the launcher cannot be started. Blocks stop signals in this
-    process, and adopts orphans of the ranks.
+    Exits the process with 0 once no rank is left; with 1 when the head asks for something else or nothing in time,
+    former ranks still hold the run's lock, or the launcher cannot be started. Blocks stop signals in this process.
     """
     processes.block_stop_signals()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
@@ -121,7 +120,7 @@ def main() -> None:
     run = rundir.RunDir(Path(request.run))
     lock = _lock(run, request.host)
     if request.events and lock is not None and _take_events(run):
-        request.sent.pop(run.events.name, None)
+        request.sent.pop(run.events.name, None)  # what the head has sent along need not come back
     names = [run.logs / f"{request.host}.*.log", *([run.events] if request.events else [])]
     sender = Sender(line, run.path, names if request.stream else [], request.sent)
     if lock is not None:
@@ -145,14 +144,14 @@ def main() -> None:
 def _lock(run: rundir.RunDir, host: str) -> int | None:
     """Lock this host's .lock-<host>; return its open descriptor, or None if another process holds it for 12 s.
 
-    Any holder counts, so also a rank of an earlier launch. The lock returned is shared: the new ranks can take it too.
+    The lock returned is shared: the new ranks take it too (runs.hold_lock).
     """
     lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else holds it
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # each rank takes it too: runs.hold_lock
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # also ranks of an earlier launch have ended
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return lock
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -174,11 +173,7 @@ def _take_events(run: rundir.RunDir) -> bool:
 
 
 def _hello(locked: bool, port: int | None) -> messages.Hello:
-    """Return the greeting for the head: `locked`, a free port, cores, hostname and the addresses of the ssh connection.
-
-    `port` is the rendezvous port to try, 0 for any, None if the rendezvous is on another host. The greeting then has a
-    free port, or the reason, as text, why there is none, or None. Without ssh the addresses are None.
-    """
+    """Return the greeting for the head; `port` is the rendezvous port to try, 0 for any, None if on another host."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     is_remote = len(connection) == 4
     return messages.Hello(
@@ -195,7 +190,7 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
     """Start the launcher of this host's ranks (node.py) in a new session and return its process.
 
     Links the prepared data into the run directory if start.shards is set, and writes the host's environment there. The
-    launcher inherits the descriptor `lock` and logs to <host>.launcher.log. Raises OSError, for example on a full disk.
+    launcher inherits the descriptor `lock` and logs to <host>.launcher.log. Raises OSError.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies beside python
     named = {rundir.HOST_VARIABLE: host, rundir.STEP_VARIABLE: str(start.step), "PATH": path}
@@ -208,8 +203,10 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
         link.symlink_to(start.shards)
     runs.write_host_env(run, host, start.env)
     devices: dict[str, list[int] | list[str]] = {**start.world}
-    if not start.chosen:
-        devices[host] = _visible_devices(start.world[host], env.get("CUDA_VISIBLE_DEVICES"))
+    visible = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not start.chosen and len(visible) >= len(start.world[host]):
+        # The hostfile has only a number, and the launcher sets the variable anew, which would hide the user's choice.
+        devices[host] = visible[: len(start.world[host])]
     launch = {"world": devices, "node": start.node, "address": start.address, "port": start.port}
     command = [sys.executable, "-u", "-m", "finlm.launch.node", json.dumps(launch), str(run.path)]
     run.logs.mkdir(parents=True, exist_ok=True)
@@ -226,22 +223,11 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
         )
 
 
-def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[str]:
-    """Return the devices for ranks whose host has only a count in the hostfile.
-
-    These are the first entries of CUDA_VISIBLE_DEVICES (`visible`), or `slots` if it is unset or has too few. The
-    launcher sets the variable anew, which would otherwise hide the user's choice.
-    """
-    named = [name.strip() for name in (visible or "").split(",")][: len(slots)]
-    return named if visible and len(named) == len(slots) else slots
-
-
 def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
     """Send heartbeats and obey the head until the launcher ends, the head is gone or silent, or it asks for the end.
 
-    `greet` has the number of ranks and the seconds of silence. Starts no Sender, but finishes it. Reports each rank
-    that ends. At the end kills all ranks that are left, sends the last logs, and tells the head the launcher's exit
-    code, -N for signal N.
+    Reports each rank that ends. At the end kills all ranks that are left, finishes the Sender, and tells the head the
+    launcher's exit code, -N for signal N.
     """
     ranks = Ranks(launcher.pid, greet.slots)
     next_beat, kills_before = 0.0, count_oom_kills()
@@ -300,9 +286,8 @@ def end_all(launcher: subprocess.Popen[bytes]) -> None:
 class Sender(threading.Thread):
     """A thread that sends the head what is appended to the files that match some patterns.
 
-    `patterns` are paths with a wildcard in the name; names are sent relative to `root`. `sent` says up to which byte
-    the head has each file. Of files that exist now and are not in `sent`, only what is appended from now on is sent;
-    files made later are sent from their beginning.
+    `patterns` are paths with a wildcard in the name; names are sent relative to `root`. The head has each file up to
+    the byte in `sent`. Files that exist now and are not in `sent` are sent from their end, later ones from the start.
     """
 
     def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:
@@ -319,10 +304,10 @@ class Sender(threading.Thread):
             self.send()
         self.send()
 
-    def finish(self, seconds: float = 5.0) -> None:
-        """Ask the thread to send what is left and wait for it, at most `seconds`."""
+    def finish(self) -> None:
+        """Ask the thread to send what is left and wait for it, at most 5 s."""
         self.ending.set()
-        self.join(seconds)
+        self.join(FINISH_SECONDS)
 
     def _files(self) -> list[Path]:
         """Return the files that match the patterns now."""
@@ -351,8 +336,6 @@ class Ranks:
     """The ranks of a launcher as the kernel shows them in /proc: their pids, states and exit codes.
 
     `launcher` is its pid, `count` its number of ranks. A rank is a child of the launcher with RANK in its environment.
-    The launcher reaps a dead rank within a moment and does not say which rank died first, so the exit status is read
-    from /proc before that.
     """
 
     def __init__(self, launcher: int, count: int) -> None:
@@ -369,6 +352,7 @@ class Ranks:
         """
         ended = []
         for rank in [rank for rank in self.pids if rank not in self.ended]:
+            # The launcher reaps a dead rank within a moment and does not say which died first: /proc does before that.
             status = self._read(rank)
             if status is None or status.state in "ZX":
                 self.ended[rank] = MISSED if status is None else status.code

@@ -35,15 +35,15 @@ NICE = 10
 def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator[None]:
     """Copy the other hosts' parts of new checkpoints to this machine, in a thread, while the block runs.
 
-    The checkpoint that the ranks start from counts as new. A failed copy becomes an incident and is tried again. The
-    end of the block kills a running copy; after an interruption it first gets launch.grace_seconds, and a line is
-    printed if it takes longer. Does nothing without checkpoint.copies or with all ranks here. `accept_new_keys` stores
-    unknown ssh host keys.
+    The checkpoint that the ranks start from counts as new. The end of the block kills a running copy; after an
+    interruption it first gets launch.grace_seconds, and a line is printed if it takes longer. Does nothing without
+    checkpoint.copies or with all ranks here. `accept_new_keys` stores unknown ssh host keys.
     """
-    if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
+    here, remote = ssh.split_local(hosts.hosts) if recipe.checkpoint.copies else ([], [])
+    if not remote:
         yield
         return
-    copier = Copier(run, recipe, hosts, accept_new_keys)
+    copier = Copier(run, recipe, hosts, accept_new_keys, has_ranks_here=bool(here))
     thread = threading.Thread(target=copier.work, name="copies", daemon=True)
     thread.start()
     try:
@@ -62,10 +62,12 @@ def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bo
 class Copier:
     """The work of the copying thread: copy the newest checkpoint that events.jsonl records."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> None:
+    def __init__(
+        self, run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool, *, has_ranks_here: bool
+    ) -> None:
         """Note where events.jsonl ends now: only later events count."""
         self.run, self.keep, self.hosts, self.accept_new_keys = run, recipe.checkpoint, hosts, accept_new_keys
-        self.has_ranks_here = any(ssh.is_this_machine(host.destination) for host in hosts.hosts)
+        self.has_ranks_here = has_ranks_here
         self.no_more, self.cancelled = threading.Event(), threading.Event()
         self.running: list[subprocess.Popen[bytes]] = []
         self.seen_bytes = run.events.stat().st_size if run.events.exists() else 0
@@ -91,8 +93,9 @@ class Copier:
                 begins_on_disk = row["kind"] == "start" and not self.run.checkpoint(row["step"]).is_symlink()
                 if begins_on_disk or row["kind"] in ("checkpoint", "rollback"):
                     due, not_before = row["step"], 0.0
-                    if row["kind"] == "rollback":
-                        self._remove(due)
+                    for step, directory in self.run.complete_checkpoints():
+                        if row["kind"] == "rollback" and step > due and not self.has_ranks_here:  # ranks here do it
+                            checkpoints.remove(directory)
             if due and time.monotonic() >= not_before:
                 try:
                     self._copy(due)
@@ -133,12 +136,6 @@ class Copier:
         self.running.append(process)
         if self.cancelled.is_set():
             process.kill()
-
-    def _remove(self, step: int) -> None:
-        """Remove the copies of checkpoints later than `step`; do nothing if there are ranks here, which remove them."""
-        for later, directory in self.run.complete_checkpoints():
-            if later > step and not self.has_ranks_here:
-                checkpoints.remove(directory)
 
     def _record_failure(self, step: int, error: UserError | OSError) -> None:
         """Append an `incident` event that says why the checkpoint of a step was not copied."""

@@ -4,9 +4,8 @@ A thread per host reads the agent's messages, writes the ranks' logs under the s
 the watchdog (watch.py) asks for; it decides nothing.
 
 SIGTERM, SIGINT, and SIGHUP of a closed terminal (ignored under `nohup`) reach the ranks as SIGTERM or SIGINT: they
-finish their step, write a checkpoint and exit. The first signal is only noted. A second signal ends everything at once,
-unless it follows within a second, since `timeout` sends a signal twice. launch.grace_seconds must be less than the time
-a scheduler leaves.
+finish their step, write a checkpoint and exit. The first signal is only noted. A second signal ends everything at once.
+launch.grace_seconds must be less than the time a scheduler leaves.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class Session:
     """The connection to the agent of a host, and what the agent has reported. Times are time.monotonic() here.
 
     `node` is the host's index, `ranks` its ranks. `local`: the host is this machine. `stream`: the agent sends its log
-    files. `patience` is the seconds of silence (launch.outage_seconds) after which each end gives up the other. TCP
-    resends at doubling intervals: after 60 s without a network the ranks went on 107 s after its loss, and ssh a little
-    later.
+    files. `patience` is the seconds of silence (launch.outage_seconds) after which each end gives up the other.
     """
 
     def __init__(self, host: Host, node: int, ranks: range, *, local: bool, stream: bool, patience: float) -> None:
@@ -78,8 +75,7 @@ class Session:
 
         The host sends its files from the byte on that a former launch received. `path_there` is the run directory's
         path on the host, `python` the interpreter there. `port` is the rendezvous port to try (0: any), None unless
-        this is the first host. `accept_new_keys` stores unknown ssh host keys. Raises OSError when ssh, or the
-        interpreter here, cannot be started.
+        this is the first host. Raises OSError when ssh, or the interpreter here, cannot be started.
         """
         with contextlib.suppress(FileNotFoundError, files.NotJson):  # without fsync it may be empty after a power cut
             self.sent = files.read_json(self._sent_file(run))
@@ -90,6 +86,8 @@ class Session:
             env = os.environ | {"PYTHONPATH": processes.python_path(code, os.environ)}
             env.pop("SSH_CONNECTION", None)  # the user's own login: no host of the run came from there
         else:
+            # TCP resends at doubling intervals: after 60 s without a network the ranks went on 107 s after its loss,
+            # and ssh a little later, so that ssh has to be as patient as both ends.
             count = math.ceil(self.patience / ssh.ALIVE_SECONDS)
             argv = ["env", f"PYTHONPATH={code}", python, *agent]
             line = ssh.command(self.host.destination, argv, accept_new_keys=accept_new_keys, alive_count=count)
@@ -114,7 +112,7 @@ class Session:
         """Send a request to the agent. Does nothing when the agent is gone, which `closed` shows."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(messages.write_request(request).encode() + b"\n")
+            self._process.stdin.write(messages.write_message(request).encode() + b"\n")
             self._process.stdin.flush()
 
     def wait_hello(self) -> messages.Hello:
@@ -151,15 +149,13 @@ class Session:
     def release(self, deadline: float) -> bool:
         """Wait until the connection closes; kill ssh or the local agent at `deadline` and return False if it has not.
 
-        A living agent then ends its ranks. `deadline` is in time.monotonic() seconds. Returns True at once if nothing
-        was started.
+        A living agent then ends its ranks. `deadline` is in time.monotonic() seconds.
         """
         if self._process is None:
             return True
         while self.closed is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        clean = self.closed is not None
-        if not clean:
+        if not (clean := self.closed is not None):
             self._process.kill()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -208,10 +204,9 @@ class Session:
     def _append_block(self, run: RunDir, name: str, block: bytes, end: int | None) -> None:
         """Append a block to the file `name` of the run directory here, and store how much of the host's file is here.
 
-        `end` is the byte behind the block in the host's file; None from an older agent, then the blocks are counted. A
-        block that does not follow the last block is dropped. What cannot be written waits in memory for the next call;
-        the first time, the reason is printed. Once 64 MiB of a file wait, its further blocks are dropped until the next
-        launch, which gets them again. Raises ValueError for a name outside the run directory.
+        `end` is the byte behind the block in the host's file, None if unknown. What cannot be written waits in memory
+        for the next call, and the first time the reason is printed. Once 64 MiB of a file wait, drops further blocks,
+        which the next launch gets. Raises ValueError for a name outside the run directory.
         """
         path = files.within(run.path, name)
         waiting = self._waiting.pop(name, b"")
@@ -245,16 +240,15 @@ class Session:
 
 @contextmanager
 def watch_away_hosts(hosts: Sequence[Host], seconds: float) -> Iterator[Callable[[], list[str]]]:
-    """Ask in a thread, every `seconds` (at least 1), whether the absent `hosts` answer over ssh.
+    """Ask in a thread, every `seconds` (at least 1) during the block, whether the absent `hosts` answer over ssh.
 
-    Yields a function that returns the names of all of them that have answered so far, [] at first. The thread ends with
-    the block.
+    Yields a function that returns the names of all of them that have answered so far, [] at first.
     """
     back: list[str] = []
     over = threading.Event()
 
     def probe() -> None:
-        """Add the hosts that answer to `back`, every `seconds` (at least 1), until `over` is set."""
+        """Add the hosts that answer to `back`, until `over` is set."""
         while not over.wait(max(1.0, seconds)):
             back.extend(host.name for host in hosts if host.name not in back and ssh.answers(host.destination))
 
@@ -267,7 +261,7 @@ def watch_away_hosts(hosts: Sequence[Host], seconds: float) -> Iterator[Callable
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ONE_REQUEST_SECONDS = 1.0
+ONE_REQUEST_SECONDS = 1.0  # `timeout` signals the process and then its group: twice, for a single request
 RESUMES = "the same command resumes from the last complete checkpoint"
 
 
@@ -284,8 +278,8 @@ class HostsBack(Exception):
 class StopRequest:
     """A request to stop the ranks: by a signal to this process, or because absent hosts answer again.
 
-    `number` is the signal, 0 for none. `since` is when it came and `passed_on` when it was sent to the ranks, in
-    time.monotonic() seconds. `back` names the hosts for which the ranks stop.
+    `number` is the signal, 0 for none. It came at `since` and was sent to the ranks at `passed_on`, in time.monotonic()
+    seconds. `back` names the hosts for which the ranks stop.
     """
 
     number: int = 0
@@ -294,10 +288,7 @@ class StopRequest:
     back: tuple[str, ...] = ()
 
     def stop_for_hosts(self, names: Sequence[str], now: float) -> None:
-        """Request a stop so that the hosts `names` can rejoin, and print that.
-
-        Does nothing without names, or when a signal came first.
-        """
+        """Request a stop so that the hosts `names` can rejoin, and print that; not without names or after a signal."""
         if names and not self.number:
             screen.say(f"{' and '.join(names)} answers again: the ranks stop to take it in")
             self.number, self.since, self.back = int(signal.SIGTERM), now, tuple(names)
@@ -325,24 +316,22 @@ class StopRequest:
             screen.say(f"{name}: no checkpoint within {grace_seconds:g} s (launch.grace_seconds); {RESUMES}")
             sys.exit(128 + self.number)
 
-    def finish(self, step: int | None, exit_code: int) -> None:
-        """Print that the ranks stopped after `step`, and raise SystemExit: 128 + signal, or `exit_code` without any.
+    def finish(self, step: int | None) -> None:
+        """Print that the ranks stopped after `step`, the last finished one, and raise SystemExit(128 + signal).
 
-        Raises HostsBack instead when the ranks stopped so that hosts can rejoin. `step` is the last finished step, or
-        None.
+        Raises HostsBack instead when the ranks stopped so that hosts can rejoin.
         """
         if self.back:
             raise HostsBack(self.back)
         screen.say(f"stopped after step {step or 0:,} with a checkpoint; the same command resumes from it")
-        sys.exit(128 + self.number if self.number else exit_code)
+        sys.exit(128 + (self.number or signal.SIGTERM))  # without a signal here, the ranks themselves got one
 
 
 @contextmanager
 def exit_on_signals(words: str = RESUMES) -> Iterator[None]:
     """On SIGTERM and SIGHUP in the block print `words` and raise SystemExit(128 + number); restores the old handlers.
 
-    SIGHUP stays ignored where it is ignored (nohup). Without this block the signals would end the process with no
-    report and no launch.notify, as while it waits for a restart.
+    SIGHUP stays ignored where it is ignored (nohup).
     """
 
     def leave(number: int, _: FrameType | None) -> None:
@@ -350,6 +339,7 @@ def exit_on_signals(words: str = RESUMES) -> Iterator[None]:
         screen.say(f"{signal.Signals(number).name}: {words}")
         sys.exit(128 + number)
 
+    # By default they end the process with no report and no launch.notify, for example between two launches.
     with _handle((signal.SIGTERM, signal.SIGHUP), leave):
         yield
 

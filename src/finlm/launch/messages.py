@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 MARK = "finlm-agent:"  # before an agent's messages: login scripts may print too
 
@@ -22,9 +22,9 @@ class Greet:
     """The first request to an agent: introduces the run.
 
     `run` is the run directory there, `host` the host's name in the hostfile, `slots` its number of ranks. `port` is the
-    rendezvous port to try, 0 for any free port, None if it is not on this host. `stream`: send log files to the head.
-    `events`: send events.jsonl too. `patience` is the seconds of silence after which the ranks are ended. `sent` says
-    up to which byte the head has each file.
+    rendezvous port to try, 0 for any, None if it is not on this host. `stream`: send log files to the head, and with
+    `events` events.jsonl. After `patience` seconds of silence the ranks are ended. The head has each file up to the
+    byte in `sent`.
     """
 
     run: str
@@ -41,10 +41,9 @@ class Greet:
 class Start:
     """Asks the agent to start its ranks.
 
-    `env` are variables for the ranks. `world` has device indices by host name. `chosen`: this host's devices come from
-    the hostfile or --include. `node` is the index of this host. `address` and `port` are the rendezvous. `step` is the
-    number of finished steps to resume after. `shards` is the path of the prepared data on the host, None when it is the
-    same as on the head.
+    `env` are variables for the ranks. `world` has device indices by host name, `node` is the index of this host, whose
+    devices come from the hostfile or --include if `chosen`. `address` and `port` are the rendezvous. `step` is the
+    number of finished steps to resume after. `shards` is the path of the prepared data here, None if as on the head.
     """
 
     env: dict[str, str]
@@ -77,8 +76,7 @@ class Hello:
     """The agent's first message.
 
     `locked`: it has the lock of the host's ranks. `port` is the free port, or the reason why the requested port cannot
-    be used. `cores` is the number of CPU cores it may use. `came_from` and `arrived_at` are both addresses of the ssh
-    connection, None on this machine.
+    be used. `cores` are the CPU cores it may use. Its ssh connection goes from `came_from` to `arrived_at`.
     """
 
     locked: bool = True
@@ -133,28 +131,17 @@ class Exited:
     asked: bool = False
 
 
-T = TypeVar("T", bound="Greet | Start | Stop | Reply")
 Request = Greet | Start | Stop | Command
 Reply = Hello | Log | Beat | RankEnded | Refused | Exited
-REQUESTS: dict[str, type[Greet | Start | Stop]] = {"hello": Greet, "start": Start, "stop": Stop}
-REPLIES: dict[str, type[Reply]] = {
-    "hello": Hello,
-    "log": Log,
-    "beat": Beat,
-    "rank": RankEnded,
-    "refused": Refused,
-    "exit": Exited,
-}
+REQUESTS = {"hello": Greet, "start": Start, "stop": Stop}
+REPLIES = {"hello": Hello, "log": Log, "beat": Beat, "rank": RankEnded, "refused": Refused, "exit": Exited}
+NAMES: dict[type, dict[str, str]] = {kind: {"do": name} for name, kind in REQUESTS.items()}
+NAMES |= {kind: {"kind": name} for name, kind in REPLIES.items()}
 
 
-def write_request(request: Request) -> str:
-    """Return a request as a line of JSON."""
-    return json.dumps({"do": request} if isinstance(request, Command) else _fields("do", REQUESTS, request))
-
-
-def write_reply(reply: Reply) -> str:
-    """Return a reply as a line of JSON."""
-    return json.dumps(_fields("kind", REPLIES, reply))
+def write_message(message: Request | Reply) -> str:
+    """Return a request or reply as JSON without line ends."""
+    return json.dumps({"do": message} if isinstance(message, Command) else NAMES[type(message)] | asdict(message))
 
 
 def read_request(line: str) -> Request | None:
@@ -163,9 +150,8 @@ def read_request(line: str) -> Request | None:
     Raises ValueError if the line is not JSON, KeyError or TypeError if it is no request.
     """
     fields = json.loads(line)
-    if fields["do"] in list(Command):
-        return Command(fields["do"])
-    return _read(REQUESTS, fields, fields["do"])
+    request: Request | None = _read(REQUESTS, fields, fields["do"])
+    return Command(fields["do"]) if fields["do"] in list(Command) else request
 
 
 def read_reply(line: bytes) -> Reply | None:
@@ -174,15 +160,11 @@ def read_reply(line: bytes) -> Reply | None:
     Raises ValueError if the line is not JSON, KeyError or TypeError if it is no reply.
     """
     fields = json.loads(line)
-    return _read(REPLIES, fields, fields["kind"])
+    reply: Reply | None = _read(REPLIES, fields, fields["kind"])
+    return reply
 
 
-def _fields(key: str, kinds: Mapping[str, type], message: Any) -> Mapping[str, Any]:
-    """Return the message's fields as a dict, with its name in `kinds` under `key`."""
-    return {key: next(name for name, kind in kinds.items() if kind is type(message)), **asdict(message)}
-
-
-def _read(kinds: Mapping[str, type[T]], fields: Mapping[str, Any], name: str) -> T | None:
+def _read(kinds: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:
     """Return the message called `name` with those of the fields that its class has; None for a name not in `kinds`."""
     if (kind := kinds.get(name)) is None:
         return None

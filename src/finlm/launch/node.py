@@ -41,8 +41,7 @@ def main() -> None:
 def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[bytes]]:
     """Start a rank process for each device of this host, and return the processes in rank order.
 
-    `launch` has `world` (devices by host name), `node` (the index of this host), and `address` and `port` of the
-    rendezvous. `run` is the run directory.
+    `launch` is the JSON of the module's first argument, `run` the run directory.
     """
     devices = list(launch["world"].values())
     mine, first = devices[launch["node"]], sum(map(len, devices[: launch["node"]]))

@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -44,10 +43,7 @@ def start_ray(recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator
     when a host cannot be reached, has no Ray or another version, or Ray does not start there; FileNotFoundError without
     ssh.
     """
-    with ThreadPoolExecutor(16) as pool:
-        is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
-    here = [host for host, is_own in zip(hosts.hosts, is_here, strict=True) if is_own]
-    remote = [host for host, is_own in zip(hosts.hosts, is_here, strict=True) if not is_own]
+    here, remote = ssh.split_local(hosts.hosts)
     head = _Node(here[0] if here else Host("this machine", 1), is_local=True)
     others = [_Node(host) for host in remote]
     secret = _QUIET | {"RAY_AUTH_TOKEN": _TOKEN}
@@ -103,8 +99,8 @@ class _Node:
     def connect(self, env: Mapping[str, str], accept_new_keys: bool) -> None:
         """Start ray_node.py on the host, and a thread that reads its messages.
 
-        `env` is the recipe's environment, which the host's own env overrides. `accept_new_keys` stores an unknown ssh
-        host key. Raises UserError for an invalid host name, FileNotFoundError without ssh.
+        `env` is the recipe's environment, which the host's own env overrides. Raises UserError for an invalid host
+        name, FileNotFoundError without ssh.
         """
         line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
         if not self.is_local:
@@ -139,10 +135,7 @@ class _Node:
         self._said.put(None)
 
     def _wait_message(self, seconds: float, action: str) -> dict[str, Any]:
-        """Return the program's next message. Raises UserError when it ended or was silent for `seconds`.
-
-        `action` is a verb phrase for the error: what the host did not do.
-        """
+        """Return the program's next message. Raises UserError, that it did not `action`, when it ends or is silent."""
         try:
             said = self._said.get(timeout=seconds)
         except queue.Empty:
@@ -178,8 +171,7 @@ class _Node:
     def start(self, arguments: Sequence[str], ip: str, workers: int, env: Mapping[str, str]) -> None:
         """Ask the host to start Ray with `workers` CPUs; does not wait.
 
-        `arguments` are those of `ray start`. `ip` is the host's address, "" if Ray shall choose. `env` is added to its
-        environment.
+        `arguments` are those of `ray start`. `ip` is the host's address, "" if Ray shall choose.
         """
         at = [f"--node-ip-address={ip}"] if ip else []
         request = {"arguments": [*arguments, *at, f"--num-cpus={workers}", "--num-gpus=0"], "env": dict(env)}

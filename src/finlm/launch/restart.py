@@ -38,6 +38,7 @@ from finlm.record.report import run_page
 
 LONGEST_WAIT_SECONDS = 600.0
 BAD_HOST = "a bad host"
+USED_UP = "not restarted again: launch.restarts is {}: used up"
 WAITED = "again, once all hosts answer"
 
 
@@ -55,10 +56,10 @@ PASSING = frozenset(
 
 @dataclass(frozen=True)
 class Failure:
-    """A launch that failed: the step it was in, the host to blame ("" if unknown), and the newest checkpoint then.
+    """A launch that failed: the step it was in, the host to blame ("" if unknown), and whether it finished a step.
 
-    `has_stepped` says whether it finished a step. `step` is below 0, and different each time, when the launch failed
-    before its ranks knew at which step they begin. `checkpoint` is a step, 0 for none.
+    `step` is below 0, and different each time, when the launch failed before its ranks knew at which step they begin.
+    `checkpoint` is the step of the newest checkpoint then, 0 for none.
     """
 
     step: int
@@ -80,13 +81,12 @@ def run_ranks(
     network: start.Network | None = None,
     accept_new_keys: bool = False,
 ) -> None:
-    """Call start.launch_ranks(), and call it again after failures that may pass.
+    """Call start.launch_ranks(), and again after failures that may pass: launch.restarts times without new checkpoint.
 
-    It is called again at most launch.restarts times without a new checkpoint. When a rank runs out of memory, the plan
-    is replaced, in the run directory too, and restarts are counted anew. Prints why it restarts and records it as
-    events. `accept_new_keys` stores unknown ssh host keys. Raises the last RunFailed, with the reason why it is not
-    restarted; HostLost when the run can go on with other hosts; HostsBack when absent hosts answer again; UserError
-    when the first launch cannot start; SystemExit after a signal.
+    When a rank runs out of memory, the plan is replaced, in the run directory too, and restarts are counted anew.
+    Prints why it restarts and records it as events. `accept_new_keys` stores unknown ssh host keys. Raises the last
+    RunFailed, with the reason why it is not restarted; HostLost when the run can go on with other hosts; HostsBack when
+    absent hosts answer again; UserError when the first launch cannot start; SystemExit after a signal.
     """
     if run.former_plans:  # a kill may have come between the new plan and its settings
         files.write_json(run.ds_config, config.deepspeed_settings(recipe, plan))
@@ -128,9 +128,8 @@ class Restarts:
     def wait_after(self, failure: RunFailed, plan: Plan, seen: int) -> None:
         """Note a failed launch and sleep before the next launch; raise `failure`, or HostLost, when there must be none.
 
-        `seen` is the number of rows of events.jsonl before that launch. Raises a final failure, or any if
-        launch.restarts is 0, as it is; else adds to its evidence why there is no restart, and to its fix what to do
-        about a bad host. A wait is printed and recorded as a `restart` event.
+        `seen` is the number of rows of events.jsonl before that launch. Adds to the failure's evidence why there is no
+        restart, and to its fix what to do about a bad host. A wait is printed and recorded as a `restart` event.
         """
         limit = self.recipe.launch.restarts
         if failure.is_final or not limit:
@@ -152,8 +151,8 @@ class Restarts:
     def wait_after_no_start(self, error: UserError, plan: Plan) -> None:
         """Note a launch that did not start and sleep before the next, since a failed host may take a while to answer.
 
-        Prints and records the restart. Instead raises `error` when no failure came before it, and RunFailed when the
-        restarts are used up. Raises HostLost when the host does not answer and the run can go on without it.
+        Prints and records the restart. Raises `error` when no failure came before it, RunFailed when the restarts are
+        used up, HostLost when the host does not answer and the run can go on without it.
         """
         if not self.failures:
             raise error
@@ -166,16 +165,15 @@ class Restarts:
             _raise_if_host_can_be_left(self.run, plan, self.hosts, failure, host)
         if count_in_a_row(self.failures) > self.recipe.launch.restarts:
             last = max((row["step"] for row in self.run.read_events("step")), default=0)
-            used = f"not restarted again: {_used_up(self.recipe.launch.restarts)}; last completed step {last:,}"
-            failure.evidence = f"{used}\n{error.evidence}"
+            used = USED_UP.format(self.recipe.launch.restarts)
+            failure.evidence = f"{used}; last completed step {last:,}\n{error.evidence}"
             raise failure from None
         self._wait(error.problem, host or self.failures[-2].host)
 
     def _wait(self, problem: str, host: str) -> None:
-        """Print the problem, record the restart (record_restart), and sleep: twice as long each time, at most 600 s.
+        """Print and record the problem and the `host` to blame ("" if unknown), and sleep; twice as long each time.
 
-        The first wait, and the first after a new checkpoint, is launch.restart_wait_seconds. `host` is the host to
-        blame, or "".
+        The first wait, and the first after a new checkpoint, is launch.restart_wait_seconds, the longest 600 s.
         """
         launch, count = self.recipe.launch, count_in_a_row(self.failures)
         seconds = min(LONGEST_WAIT_SECONDS, launch.restart_wait_seconds * 2 ** (count - 1))
@@ -187,8 +185,7 @@ class Restarts:
 def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: str, seconds: float = 0.0) -> None:
     """Append a `restart` event to events.jsonl and run launch.notify, if set.
 
-    `after` is the problem, `host` the host to blame or "", `action` what is done, `seconds` the time until the next
-    launch.
+    `after` is the problem, `host` the host to blame or "", `action` what is done, in `seconds`.
     """
     number = 1 + sum(1 for _ in run.read_events("restart"))
     runs.record_event(run, "restart", number=number, after=after, host=host, action=action, seconds=seconds)
@@ -243,9 +240,9 @@ def count_in_a_row(failures: Sequence[Failure]) -> int:
 def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause: str = "") -> str:
     """Return the sentence that says why the run is not restarted after failures[-1]; "" if it is restarted.
 
-    The run ends in any of these cases. The first failure came before any finished step. `cause` is known and not in
-    PASSING. An earlier failure was at the same step. There are several `hosts` (their number), and failures[-1].host
-    failed limits.host_failures times. More than limits.restarts failures in a row had the same newest checkpoint.
+    `hosts` is the number of hosts, `cause` the one in the logs or "". The run ends when the first failure came before
+    any finished step; when another launch would meet the cause again (PASSING); after two failures at a step, or
+    limits.host_failures of a host among several; after more than limits.restarts in a row without a new checkpoint.
     """
     last, former = failures[-1], failures[:-1]
     if not last.has_stepped and not former:
@@ -262,7 +259,7 @@ def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause
         when = " and ".join(f"in step {step:,}" if step > 0 else "while it began" for step in steps)
         return f"not restarted again: {last.host} failed {when}; {BAD_HOST}"
     if count_in_a_row(failures) > limits.restarts:
-        return f"not restarted again: {_used_up(limits.restarts)}"
+        return USED_UP.format(limits.restarts)
     return ""
 
 
@@ -270,10 +267,10 @@ def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure:
     """Raise HostLost if the run can go on without `host`; else return.
 
     It can when other hosts or spares remain and one of these holds: there is no checkpoint yet; a checkpoint is whole
-    on this machine, or in the memory of the other hosts together; the host answers and can give its part. It never can
-    with optimizer states on NVMe, which no other plan can read. Asks the hosts over ssh.
+    on this machine, or in the memory of the other hosts together; the host answers and can give its part. Asks the
+    hosts over ssh.
     """
-    if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # which no other plan can take
+    if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # no other plan can read these
         return
     on_disk, in_memory = run.recorded_checkpoint(), run.recorded_in_memory()
     if (on_disk or in_memory) and not checkpoint_parts.whole_step(run) and not _host_answers(hosts, host):
@@ -286,33 +283,21 @@ def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure:
 
 
 def _host_answers(hosts: Cluster, name: str) -> bool:
-    """Return whether the host of this name runs a command over ssh within 10 s; True, without ssh, for this machine.
-
-    Raises StopIteration for a name that is not in `hosts`.
-    """
+    """Return whether the host of this name answers (ssh.answers). StopIteration for a name that is not in `hosts`."""
     return ssh.answers(next(host.destination for host in hosts.hosts if host.name == name))
 
 
-def _used_up(restarts: int) -> str:
-    """Return the text "launch.restarts is N: used up"."""
-    return f"launch.restarts is {restarts}: used up"
-
-
 def _has_set_checkpoint_aside(run: RunDir, seen: int) -> bool:
-    """Return whether the last launch only set a damaged checkpoint aside, without starting to train.
-
-    `seen` is the number of rows of events.jsonl before that launch.
-    """
+    """Return whether the events after the first `seen` set a damaged checkpoint aside and start no training."""
     rows = list(itertools.islice(run.read_events(), seen, None))
     damaged = any(row["kind"] == "incident" and row["what"] == "damaged checkpoint" for row in rows)
     return damaged and not any(row["kind"] == "start" for row in rows)
 
 
 def _describe_failure(run: RunDir, host: str, seen: int, unknown: int) -> Failure:
-    """Return the Failure of the last launch, which blames `host`. Its step is the step after the last finished step.
+    """Return the Failure of the last launch, which began after `seen` rows of events.jsonl and blames `host`.
 
-    `unknown` is the step of a launch whose ranks did not start. `seen` is the number of rows of events.jsonl before
-    that launch.
+    Its step is the step after the last finished step, or `unknown` if its ranks did not start.
     """
     step: int | None = None
     has_stepped = False
@@ -327,7 +312,7 @@ def _describe_failure(run: RunDir, host: str, seen: int, unknown: int) -> Failur
 def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken]:
     """Return {host: memory use} of the hosts whose ranks ran out of memory in the last launch; {} when none did.
 
-    `logged` has the sizes in bytes of the log files before that launch.
+    `logged` has the log files' bytes before that launch.
     """
     by_host = {}
     for path in sorted(run.logs.glob("*.*.log")):
@@ -339,12 +324,12 @@ def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken
 def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new_keys: bool) -> None:
     """Gather the newest common checkpoint into continued/ if `smaller` has another ZeRO stage or optimizer offload.
 
-    Each host has only the parts of its own ranks; sync then copies all parts to every host. Does nothing when all ranks
-    are on this machine, or without a checkpoint that all hosts have. `accept_new_keys` stores unknown ssh host keys.
-    Raises UserError when the parts cannot be gathered.
+    Does nothing when all ranks are on this machine, or without a checkpoint that all hosts have. Raises UserError when
+    the parts cannot be gathered.
     """
     is_cut = (plan.zero_stage, plan.offload_optimizer) != (smaller.zero_stage, smaller.offload_optimizer)
-    if is_cut and not all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
+    if is_cut and ssh.split_local(hosts.hosts)[1]:
+        # Each host has only its own ranks' parts, and other ranks need others: sync copies continued/ to every host.
         held = [holding.steps for holding in checkpoint_parts.list_holdings(run, hosts, accept_new_keys)]
         step = max(checkpoints.common_steps(held), default=0)
         if step and step not in dict(run.continued_checkpoints()):
@@ -355,8 +340,7 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
 def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:
     """Write `smaller` and its DeepSpeed settings to the run; keep `plan` as plan.N.json; print and record the change.
 
-    `step` is the last finished step, for the `incident` event. May raise as config.deepspeed_settings() does, after
-    both plans are written.
+    `step` is the last finished step, for the `incident` event.
     """
     number = len(run.former_plans) + 1
     keys = ", ".join(f"{key}: {new} instead of {old}" for key, (old, new) in changed_keys(plan, smaller).items())

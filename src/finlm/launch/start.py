@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +49,7 @@ SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.j
 
 @dataclass(frozen=True)
 class Network:
-    """Network settings by host name that doctor derived (doctor/preflight.py).
-
-    `env` has variables that make ranks use the right network card. `addresses` are where the other hosts reach the
-    host.
-    """
+    """By host name: variables that choose its network card, and its address for other hosts (doctor/preflight.py)."""
 
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -98,16 +93,14 @@ def launch_ranks(
 def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> list[Session]:
     """Copy the run directory, data and start model to every other host, and return a Session per host; start no agent.
 
-    Prints each result. If rank 0 is elsewhere, also copies the events to run.lent_events, for it to read.
-    `accept_new_keys` stores unknown ssh host keys. Raises UserError when two hosts are this machine, or a copy fails.
+    Prints each result. If rank 0 is elsewhere, also copies the events to run.lent_events, for it to read. Raises
+    UserError when two hosts are this machine, or a copy fails.
     """
-    with ThreadPoolExecutor(16) as pool:
-        is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
-    here = [host.name for host, is_own in zip(hosts.hosts, is_here, strict=True) if is_own]
+    here, remote = ssh.split_local(hosts.hosts)
     if len(here) > 1:
-        raise UserError(f"{' and '.join(here)} are the same machine: this one", fix="give it one line in the hostfile")
-    remote = [host for host, is_own in zip(hosts.hosts, is_here, strict=True) if not is_own]
-    status = dict.fromkeys(here, "this machine")
+        names = " and ".join(host.name for host in here)
+        raise UserError(f"{names} are the same machine: this one", fix="give it one line in the hostfile")
+    copied = set[str]()  # not the hosts that share this disk, where the logs are already
     if remote:
         model = model_path(recipe)
         data = [run.shards, model] if model else [run.shards]
@@ -117,12 +110,11 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys:
             run.lent_events.parent.mkdir(exist_ok=True)
             shutil.copyfile(run.events, run.lent_events)
         results = sync.sync(run.path, places, names=SYNCED, data=data, accept_new_keys=accept_new_keys)
-        status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
+        copied = {host.name for host, result in zip(remote, results, strict=True) if result.status == "equal"}
     sessions, first, patience = [], 0, recipe.launch.outage_seconds
     for node, host in enumerate(hosts.hosts):
-        ranks = range(first, first + host.slots)
-        local, copied = status[host.name] == "this machine", status[host.name] == "equal"
-        sessions.append(Session(host, node, ranks, local=local, stream=copied, patience=patience))
+        ranks, stream = range(first, first + host.slots), host.name in copied
+        sessions.append(Session(host, node, ranks, local=host in here, stream=stream, patience=patience))
         first += host.slots
     return sessions
 
@@ -130,8 +122,7 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys:
 def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new_keys: bool) -> None:
     """Start every agent and wait for its greeting; late logs of a former launch arrive now.
 
-    `accept_new_keys` stores unknown ssh host keys. Raises UserError when an agent does not start, ranks of a former
-    launch still run, or launch.master_port is taken.
+    Raises UserError when an agent does not start or ranks of a former launch still run.
     """
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
@@ -139,13 +130,6 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
         session.start(run, there, python, wanted if session.node == 0 else None, accept_new_keys)
     for session in sessions:
         session.wait_hello()
-    port = sessions[0].wait_hello().port
-    if isinstance(port, str):
-        raise UserError(
-            f"port {wanted} of {sessions[0].name} cannot be used for the rendezvous",
-            evidence=f"launch.master_port: {wanted}: {port}",
-            fix=f"`ss -ltnp 'sport = :{wanted}'` on {sessions[0].name} names the process; or choose another port",
-        )
 
 
 def _start_ranks(
@@ -153,12 +137,17 @@ def _start_ranks(
 ) -> None:
     """Write each host's environment to the run, and ask its agent to start ranks that resume after step `step`.
 
-    Raises UserError when the address of a host is not known.
+    Raises UserError when launch.master_port is taken on the first host, or the address of a host is not known.
     """
-    addresses = _addresses(sessions, network)
+    port, wanted = sessions[0].wait_hello().port, recipe.launch.master_port
+    if not isinstance(port, int):
+        raise UserError(
+            f"port {wanted} of {sessions[0].name} cannot be used for the rendezvous",
+            evidence=f"launch.master_port: {wanted}: {port}",
+            fix=f"`ss -ltnp 'sport = :{wanted}'` on {sessions[0].name} names the process; or choose another port",
+        )
+    address = _addresses(sessions, network)[sessions[0].name]
     world = {each.name: list(each.host.devices or range(each.host.slots)) for each in sessions}
-    port = sessions[0].wait_hello().port
-    assert isinstance(port, int)  # _start_agents has seen to it
     for session in sessions:
         env = host_env(recipe, plan, session.host, session.wait_hello().cores, network.env.get(session.name, {}))
         write_host_env(run, session.name, env)
@@ -169,7 +158,7 @@ def _start_ranks(
                 world,
                 chosen=bool(session.host.devices),
                 node=session.node,
-                address=addresses[sessions[0].name],
+                address=address,
                 port=port,
                 step=step,
                 shards=None if shards == run.shards else str(shards),
@@ -178,10 +167,9 @@ def _start_ranks(
 
 
 def _addresses(sessions: Sequence[Session], network: Network) -> dict[str, str]:
-    """Return {host: address at which the other hosts reach it}.
+    """Return {host: address at which the other hosts reach it}: the recipe's, else doctor's, else the ssh connection's.
 
-    It is the recipe's address, else the address that doctor measured, else that of the ssh connection; for a single
-    host 127.0.0.1 unless the recipe gives an address. Raises UserError when none is known.
+    A single host has 127.0.0.1 unless the recipe gives an address. Raises UserError when none is known.
     """
     if len(sessions) == 1:
         return {sessions[0].name: sessions[0].host.access.address or "127.0.0.1"}
@@ -217,9 +205,8 @@ def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
 def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
     """Add the cause that the logs show to the failure's `cause` and `fix`, if any, and return the same failure.
 
-    `former` is the number of lines of each log before this launch, which do not count. Only fatal findings count; a
-    guess is added to `fix` and makes `cause` "unknown". A failure that is certain stays as it is. If the logs cannot be
-    read, only says so in `fix`.
+    `former` is the number of lines of each log before this launch, which do not count. A guess is added to `fix` and
+    makes `cause` "unknown". A failure that is certain stays as it is; if the logs cannot be read, `fix` says so.
     """
     if failure.is_certain:
         return failure
@@ -271,9 +258,8 @@ def follow(f: Following, seen: int) -> None:
     """Show new events until the run is over, and watch its ranks. `seen` is the size of events.jsonl to skip, in bytes.
 
     Returns once the run has finished and its processes have ended, or 60 s after it finished. Also sends the agents
-    pings and passes signals on. Raises RunFailed when a rank or host fails or nothing is finished for too long, and
-    records that as an incident; or when the run ended itself. After an interruption raises SystemExit, or HostsBack if
-    absent hosts answer again.
+    pings and passes signals on. Raises RunFailed when the run ended itself, or when a rank or host fails or nothing is
+    finished for too long, which is recorded as an incident; SystemExit or HostsBack after an interruption.
     """
     run, sessions, limits = f.run, f.sessions, f.limits
     progress, status, next_ping, before = Progress(time.monotonic()), "", 0.0, time.monotonic()
@@ -289,13 +275,14 @@ def follow(f: Following, seen: int) -> None:
                 if over or progress.since(now) > EXIT_SECONDS:
                     break
             elif slept > SLEPT_SECONDS:
+                # Silence now says nothing of the hosts: what they sent meanwhile is still to be read.
                 watch.note_sleep(sessions, progress, slept, now)
             elif watch.in_trouble(sessions, now):
                 watch.wait_for_signs_of_life(sessions, now)
                 if status := _wait_for_end_row(f, events, view, progress):
                     continue
                 raise _record_failure(f, progress, watch.find_first_failure(run, sessions, progress, time.monotonic()))
-            elif watch.is_stalled(progress, limits, now):
+            elif progress.since(now) > 60 * progress.limit(limits)[1]:
                 raise _record_failure(f, progress, watch.explain_stall(run, sessions, progress, limits, now))
             elif over:
                 words = progress.words(now)
@@ -310,7 +297,7 @@ def follow(f: Following, seen: int) -> None:
                     session.send(Command.PING)
             time.sleep(POLL_SECONDS)
     if status == "interrupted":
-        f.stop.finish(progress.step, 128 + signal.SIGTERM)
+        f.stop.finish(progress.step)
     elif status == "failed":
         raise RunFailed(
             f"the run ended itself after step {progress.step or 0:,}: {progress.incident.get('what')}",
@@ -325,8 +312,7 @@ def _wait_for_end_row(
 ) -> str:
     """Show the events that came with the exit of a rank, and return the status of the `end` event; "" if there is none.
 
-    Ranks that were asked to stop exit with an error code too: then it waits, at most 30 s, until the first host has
-    sent all its events.
+    Ranks that were asked to stop fail too: then waits, at most 30 s, until the first host has sent all its events.
     """
     deadline, status = time.monotonic() + (0.0 if f.stop.passed_on is None else END_ROW_SECONDS), ""
     while True:
@@ -349,8 +335,8 @@ def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> Run
 def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
     """Show an event and update `progress`; return the status of an `end` event, else "".
 
-    At a checkpoint notes in f.stop that the ranks shall stop if absent hosts answer again; at an incident runs
-    launch.notify. After a silence that was printed, prints that the run goes on.
+    At a checkpoint requests a stop (f.stop) if absent hosts answer again; at an incident runs launch.notify. After a
+    silence that was printed, prints that the run goes on.
     """
     now = time.monotonic()
     if silence := progress.note_finished(now):

@@ -62,11 +62,10 @@ class Progress:
     def note_finished(self, now: float) -> float:
         """Note that something was finished at `now`, monotonic seconds.
 
-        Returns the seconds of silence before it if that silence was printed, else 0. After the first step, a silence
-        that was not printed may become the new `longest`.
+        Returns the seconds of silence before it if that silence was printed, else 0.
         """
         silence, reported = self.since(now), self.reported
-        if self.stepped and not reported:  # a silence is no measure of what is usual
+        if self.stepped and not reported:  # a silence that was printed is no measure of what is usual
             self.longest = max(self.longest, silence)
         self.at, self.reported = now, 0.0
         return silence if reported else 0.0
@@ -93,11 +92,6 @@ def in_trouble(sessions: Sequence[Session], now: float) -> bool:
     return any(_has_failed(session) or _is_lost(session, now) for session in sessions)
 
 
-def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
-    """Return whether nothing was finished for launch.stall_minutes (start_minutes at first) at monotonic `now`."""
-    return progress.since(now) > 60 * progress.limit(limits)[1]
-
-
 def describe_silence(sessions: Sequence[Session], progress: Progress, limits: Launch, now: float) -> str:
     """Return a sentence about a run that has finished nothing for long; "" when there is nothing new to print.
 
@@ -119,11 +113,11 @@ def describe_silence(sessions: Sequence[Session], progress: Progress, limits: La
 def note_sleep(sessions: Sequence[Session], progress: Progress, slept: float, now: float) -> None:
     """Note that this machine did not run for `slept` seconds, and set each host's time of last contact to `now`.
 
-    Does so only once for a host that has sent nothing since: otherwise a busy machine would wait for a dead host
-    forever.
+    Does so only once for a host that has sent nothing since.
     """
     progress.slept = max(progress.slept, slept)
     for session in sessions:
+        # Excused once only: a machine so busy that it seems to sleep would wait for a dead host forever.
         if session.heard != progress.excused.get(session.name):
             session.heard = progress.excused[session.name] = now
 
@@ -159,11 +153,10 @@ def wait_for_signs_of_life(sessions: Sequence[Session], now: float) -> None:
 def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progress, now: float) -> RunFailed:
     """Return the failure that came first, with its host, rank, exit code and last log lines.
 
-    Call it when in_trouble() is true, after wait_for_signs_of_life(). Looks in this order: this machine slept until the
-    hosts gave it up; a host could not start its ranks, or sent what is not understood; ranks were killed or failed by
-    themselves; hosts or agents are gone; launchers ended without their ranks; ranks failed on the connection to another
-    rank. May ask a silent host over ssh (up to 10 s), and append a line about memory to a launcher's log. Raises
-    NotJson for a damaged plan.json.
+    Call it when in_trouble() is true, after wait_for_signs_of_life(). Looks in this order: this machine slept; a host
+    could not start its ranks, or sent what is not understood; ranks were killed or failed by themselves; hosts, agents
+    or launchers are gone; ranks failed on the connection to another rank. May ask a silent host over ssh (up to 10 s),
+    and append a line about memory to a launcher's log. Raises NotJson for a damaged plan.json.
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:
@@ -181,25 +174,19 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
         if session.error:
             problem = f"what {session.name} said was not understood here"
             return RunFailed(problem, evidence=session.error, fix=f"the same version of finlm on both? {RESUMES}")
-    exits = sorted((when, s.node, rank, _exit_code(s, code)) for s in sessions for when, rank, code in s.exits if code)
-    causes = [end for end in exits if end[3] < 0 or not _is_consequence(run, sessions[end[1]], end[2])]
+    exits = []
+    for s in sessions:
+        # When the agent looked too late, the launcher's code is the same.
+        missed = s.code or -int(signal.SIGKILL)
+        exits += [(when, s.node, rank, missed if code == MISSED else code) for when, rank, code in s.exits if code]
+    exits.sort()
+    # A rank that lost its connection to another rank says so in its last lines, and is not the cause.
+    tails = {rank: _read_tail(log_of(run, sessions[node], rank), 40) for _, node, rank, _ in exits}
+    causes = [end for end in exits if end[3] < 0 or not _CONSEQUENCE.search(tails[end[2]])]
     if causes or not (gone := _explain_lost_host(run, sessions, words, now, bool(exits))):
         _, node, rank, code = (causes or exits)[0]
         return _explain_failed_rank(run, sessions[node], rank, code, words)
     return gone
-
-
-def _exit_code(session: Session, code: int) -> int:
-    """Return a rank's exit code `code`, -N for signal N.
-
-    For MISSED, when the agent looked too late, returns the launcher's code, which is the same; -9 if that is 0 or None.
-    """
-    return code if code != MISSED else session.code or -int(signal.SIGKILL)
-
-
-def _is_consequence(run: RunDir, session: Session, rank: int) -> bool:
-    """Return whether a rank's last log lines show that it failed on its connection to another rank."""
-    return _CONSEQUENCE.search(_read_tail(log_of(run, session, rank), 40)) is not None
 
 
 def _explain_lost_host(
@@ -207,10 +194,10 @@ def _explain_lost_host(
 ) -> RunFailed | None:
     """Return the failure of a host, agent or launcher that ended without an exit of its ranks; None if there is none.
 
-    With `ranks_failed`, 5 s of silence are enough to blame a host. `words` describes the run's progress. Raises NotJson
-    for a damaged plan.json.
+    `words` describes the run's progress. Raises NotJson for a damaged plan.json.
     """
     for session in sessions:
+        # Agents beat every 2 s: a host that is silent when ranks fail elsewhere on their connection is the cause.
         silent = now - session.heard > (5 if ranks_failed else session.patience)
         if session.code is None and (session.closed is not None or silent):
             return _explain_silent_host(run, session, words, now)
@@ -275,9 +262,8 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
     If it answers, as this machine always does, its agent or the connection was ended; else the failure is marked
     is_gone. `words` describes the run's progress. Raises NotJson for a damaged plan.json.
     """
-    ranks = (
-        f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"
-    )
+    first, last = session.ranks[0], session.ranks[-1]
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     evidence = f"{words}\nlast heard of {session.name} {now - session.heard:.0f} s ago"
     errors = ssh.last_lines(session.errors(), 3)
     evidence += f"\n{errors}" if errors else ""
@@ -331,8 +317,7 @@ def explain_stall(
 def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack]:
     """Have all ranks print their stacks, and return these by rank; () for a rank that printed none within 12 s.
 
-    Returns earlier once every rank that can answer has a stack and the logs have stopped growing: otherwise a slow rank
-    would be blamed for the hang, or half a dump would show another thread's stack.
+    Returns earlier once every rank that can answer has a stack and the logs have stopped growing.
     """
     paths = {rank: log_of(run, session, rank) for session in sessions for rank in session.ranks}
     sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
@@ -347,6 +332,7 @@ def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack
         quiet_since = quiet_since if said == former else now
         mute = {int(rank) for s in sessions for rank, state in s.states.items() if state in ("T", "t")}
         mute |= {rank for s in sessions if s.closed is not None or began - s.heard > HEARD_SECONDS for rank in s.ranks}
+        # Too early, a slow rank would be blamed for the hang, or half a dump would show another thread's stack.
         if all(stacks[rank] or rank in mute for rank in stacks) and now - quiet_since > STACK_QUIET_SECONDS:
             return stacks
         if now - began > STACK_SECONDS:
