@@ -99,5 +99,5 @@ def test_a_host_that_is_back_is_taken_in_though_the_end_row_comes_long_after_the
     assert start._wait_for_end_row(f, events, view, progress) == "interrupted"
     thread.join()
     with pytest.raises(head.HostsBack):
-        f.stop.finish(8, 143)
+        f.stop.finish(8)
     assert told == [messages.Stop(signal.SIGTERM)]

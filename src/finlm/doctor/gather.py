@@ -135,65 +135,58 @@ def gather(
 ) -> dict[str, HostFacts]:
     """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
-    `plan` decides whether torch is probed, `runs` is the directory of runs, whose disk is measured, and `trees` are
-    files to fingerprint on the hosts. Disks for NVMe offload and checkpoints in memory are measured if the recipe has
-    them. `accept_new_keys` stores host keys that ssh does not know. Several hosts also
-    call each other at launch.master_port, or a random port; a single host only tries a fixed port.
+    Torch is probed if the plan has GPUs. Measures the disks of `runs`, the directory of runs, and of NVMe offload and
+    checkpoints in memory if the recipe has them. `trees` are files to fingerprint on the hosts. `accept_new_keys`
+    stores unknown ssh host keys. Several hosts also call each other at launch.master_port, or a random port; a single
+    host only tries a fixed port.
     """
-    names = [host.name for host in cluster.hosts]
+    here, _ = ssh.split_local(cluster.hosts)
+    meetings = _plan_meeting(recipe, cluster, here)
+
+    def ask(host: Host) -> HostFacts:
+        """Return the facts of a host: choose its programs and run them there."""
+        programs = _choose_programs(recipe, plan, host, runs, trees)
+        if host.name in meetings:
+            programs["links"] = (_read_source(links), [meetings[host.name]])
+        return _ask_host(recipe, host, programs, host in here, accept_new_keys)
+
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-        is_here = pool.map(ssh.is_this_machine, (host.destination for host in cluster.hosts))
-        local = dict(zip(names, is_here, strict=True))
-        needed = len(cluster.hosts) > 1 or recipe.launch.master_port != "auto"
-        meeting = _Meeting(recipe, cluster, local) if needed else None
-
-        def ask(host: Host) -> HostFacts:
-            """Return the facts of a host: choose its programs and run them there."""
-            programs = _choose_programs(recipe, plan, host, runs, trees, meeting)
-            return _ask_host(recipe, host, programs, local[host.name], accept_new_keys)
-
-        return dict(zip(names, pool.map(ask, cluster.hosts), strict=True))
+        return {host.name: facts for host, facts in zip(cluster.hosts, pool.map(ask, cluster.hosts), strict=True)}
 
 
 def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new_keys: bool = False) -> dict[str, HostFacts]:
     """Return {host: facts} with only `memory` and `gpu`, or only `failed` for a host that could not be asked.
 
-    `accept_new_keys` stores host keys that ssh does not know.
+    `accept_new_keys` stores unknown ssh host keys.
     """
     programs: Programs = {"host": (_read_source(probe), ["--only=memory"]), "gpu": (_read_source(gpu), [])}
+
+    def ask(host: Host) -> HostFacts:
+        """Return a host's facts from the two probes."""
+        return _ask_host(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new_keys)
+
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-
-        def ask(host: Host) -> HostFacts:
-            """Return a host's facts from the two probes."""
-            return _ask_host(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new_keys)
-
-        return dict(zip((host.name for host in cluster.hosts), pool.map(ask, cluster.hosts), strict=True))
+        return {host.name: facts for host, facts in zip(cluster.hosts, pool.map(ask, cluster.hosts), strict=True)}
 
 
-class _Meeting:
-    """The port, token and peers with which the hosts call each other while they are probed.
+def _plan_meeting(recipe: Recipe, cluster: Cluster, here: Sequence[Host]) -> dict[str, str]:
+    """Return {host: request of hosts/remote/links.py as JSON}, with which the hosts call each other while probed.
 
-    The port is launch.master_port, or a random port for `auto`; a single host has no peers.
+    {} for a single host without a fixed port, which has nothing to try. `here` are the hosts that are this machine.
     """
-
-    def __init__(self, recipe: Recipe, cluster: Cluster, local: Mapping[str, bool]) -> None:
-        """Choose the port and a random token; `local` says of each host name whether it is this machine."""
-        given = recipe.launch.master_port
-        self.port = random.choice(RANDOM_PORTS) if given == "auto" else given
-        self.token = secrets.token_hex(8)
-        several = len(cluster.hosts) > 1
-        self.peers = [_describe_peer(host, local[host.name]) for host in cluster.hosts] if several else []
-
-    def request(self, host: Host) -> str:
-        """Return the request of hosts/remote/links.py for a host, as JSON text."""
-        return json.dumps(asdict(links.Request(host.name, self.port, self.token, MEETING_SECONDS, self.peers)))
+    port, several = recipe.launch.master_port, len(cluster.hosts) > 1
+    if not several and port == "auto":
+        return {}
+    port, token = random.choice(RANDOM_PORTS) if port == "auto" else port, secrets.token_hex(8)
+    peers = [_describe_peer(host, host in here) for host in cluster.hosts] if several else []
+    requests = [links.Request(host.name, port, token, MEETING_SECONDS, peers) for host in cluster.hosts]
+    return {request.me: json.dumps(asdict(request)) for request in requests}
 
 
 def _describe_peer(host: Host, is_here: bool) -> links.Peer:
     """Return a host's name, the addresses (no loopback) at which others try it in order, and an ssh login to it.
 
-    Looks its name up in DNS; `is_here` says that it is this machine. A name that cannot be resolved adds no address.
-    Raises UserError if it is no host name.
+    Looks its name up in DNS; a name that cannot be resolved adds no address. Raises UserError if it is no host name.
     """
     ways = [host.access.address or host.name]
     known = host.name if is_here else ssh.address(host.destination)
@@ -205,13 +198,8 @@ def _describe_peer(host: Host, is_here: bool) -> links.Peer:
     return links.Peer(host.name, ways, ssh.command(host.destination, ["true"]))
 
 
-def _choose_programs(
-    recipe: Recipe, plan: Plan, host: Host, runs: Path, trees: Sequence[CheckedTree], meeting: _Meeting | None
-) -> Programs:
-    """Return the programs to run on a host, {name: (source, arguments)}.
-
-    Probes torch only for GPUs, the links only with a `meeting`, and fingerprints only with `trees`.
-    """
+def _choose_programs(recipe: Recipe, plan: Plan, host: Host, runs: Path, trees: Sequence[CheckedTree]) -> Programs:
+    """Return the programs to run on a host, but links.py. Probes torch only for GPUs."""
     roles = {"run": runs} | ({"nvme": Path(recipe.zero.nvme_path)} if recipe.zero.nvme_path else {})
     roles |= {"memory": Path(recipe.checkpoint.memory_directory)} if recipe.checkpoint.memory_minutes else {}
     disks = [f"--disk={role}={ssh.path_on_host(path, host.access)}" for role, path in roles.items()]
@@ -219,10 +207,11 @@ def _choose_programs(
         "host": (_read_source(probe), disks),
         "gpu": (_read_source(gpu), ["--torch"] if plan.device == "cuda" else []),
     }
-    if meeting is not None:
-        programs["links"] = (_read_source(links), [meeting.request(host)])
     if trees:
-        request = {tree.role: tree.request(ssh.path_on_host(tree.path, host.access)) for tree in trees}
+        request = {}
+        for tree in trees:
+            there = ssh.path_on_host(tree.path, host.access)
+            request[tree.role] = {"path": str(there), "names": list(tree.files), "follow": tree.follow}
         programs["trees"] = (f"{_read_source(receiver)}\n\nanswer_fingerprints({json.dumps(request)!a})\n", [])
     return programs
 
@@ -235,9 +224,7 @@ def _read_source(module: Any) -> str:
 def _ask_host(recipe: Recipe, host: Host, programs: Programs, is_here: bool, accept_new_keys: bool) -> HostFacts:
     """Run the programs on a host, here as a child process, and return its facts; a UserError is kept as `failed`.
 
-    The times of asking and answering bound the difference of its clock. `is_here` says that the host is this machine:
-    this process is then left out of the processes on its GPUs. `accept_new_keys` stores unknown ssh host keys. Raises
-    pydantic's ValidationError for facts of a wrong type.
+    `is_here` says that the host is this machine. Raises pydantic's ValidationError for facts of a wrong type.
     """
     python = ssh.python_on_host(host.access)
     request = {"env": {**recipe.env, **host.access.env}, "seconds": PROGRAM_SECONDS, "programs": programs}
@@ -299,7 +286,7 @@ def _run_there(host: Host, python: str, script: bytes, accept_new_keys: bool) ->
 def _merge_answers(answers: Mapping[str, Any], wanted: str) -> dict[str, Any]:
     """Merge the programs' answers into a document with all sections; the reason of a failed program goes into `errors`.
 
-    `wanted` is the path of the ranks' interpreter, which is added to the `python` section. Changes the answers.
+    `wanted` is the path of the ranks' interpreter, for the `python` section. Changes the answers.
     """
     document: dict[str, Any] = {}
     errors: dict[str, str] = {}

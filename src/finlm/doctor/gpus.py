@@ -17,7 +17,7 @@ from finlm.base.errors import UserError
 from finlm.base.units import format_bytes, format_duration
 from finlm.doctor import gather
 from finlm.doctor.gather import AllFacts, HostFacts
-from finlm.doctor.machine import Fault, HostFault, Level
+from finlm.doctor.machine import Fault, HostFault
 from finlm.hosts.remote.gpu import Device, Gpu, Torch
 from finlm.plan import gpus
 from finlm.plan.gpus import PlanError
@@ -54,11 +54,7 @@ def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
-    """Yield at most one fault: of nvidia-smi itself, or of the number or choice of visible GPUs.
-
-    With CPU ranks it is a warning that nvidia-smi fails although there are GPUs; else an error. With MIG devices the
-    number is not checked.
-    """
+    """Yield at most one fault: of nvidia-smi itself (a warning for CPU ranks), or of the number or choice of GPUs."""
     mend = "`nvidia-smi` must list the GPUs: after a driver update reboot, or reload the nvidia modules"
     if gpu.error and plan.device == "cuda":
         yield "driver", "error", f"nvidia-smi: {gpu.error}", mend
@@ -66,7 +62,7 @@ def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
         evidence = f"{gpu.pci} NVIDIA GPU(s) on the PCI bus, but nvidia-smi: {gpu.error}; the plan uses CPU ranks"
         yield "driver", "warning", evidence, mend
     elif plan.device == "cuda":
-        chosen = visible_devices(gpu)
+        chosen = visible_devices(gpu)  # None with MIG, whose devices nvidia-smi does not count
         limit = "" if gpu.visible is None else f", CUDA_VISIBLE_DEVICES={gpu.visible}"
         smi = f"nvidia-smi lists {len(gpu.devices)}" if gpu.nvidia_smi else "nvidia-smi is not installed"
         missing = sorted(set(host.devices) - {device.index for device in gpu.devices})
@@ -100,10 +96,7 @@ def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
 
 
 def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield a fault for each host whose GPUs another host also has: two names of one machine; none for CPU ranks.
-
-    NCCL stops with `Duplicate GPU detected` when two ranks use a GPU.
-    """
+    """Yield a fault for each host whose GPUs another host also has: two names of one machine; none for CPU ranks."""
     if plan.device != "cuda":
         return
     first: dict[str, str] = {}
@@ -235,9 +228,8 @@ def _check_nccl(facts: HostFacts) -> Iterator[Fault]:
         fix = "take the other one out of LD_LIBRARY_PATH and LD_PRELOAD"
         yield "nccl", "error", f"torch loads {len(loaded)} NCCL libraries: {', '.join(loaded)}", fix
     elif len(wheels) > 1 and facts.has_python_of_ranks:
-        level: Level = "warning"
         evidence = f"{', '.join(wheels)} install the same libnccl.so.2; the last one installed wins"
-        yield "nccl", level, evidence, "uninstall the one torch does not need, then reinstall the other"
+        yield "nccl", "warning", evidence, "uninstall the one torch does not need, then reinstall the other"
 
 
 WayOut = Callable[[Sequence[str]], str]
@@ -249,9 +241,8 @@ def ask_kinds(
 ) -> Cluster:
     """Ask the hosts for their GPUs and memory, and return the cluster with them; print what contradicts the recipe.
 
-    `accept_new_keys` stores host keys that ssh does not know. With `way_out`, as `finlm train` gives it, a host that
-    cannot be asked raises UserError, with the text of way_out in its fix. Without, it is planned as the recipe says, or
-    like the other hosts.
+    `accept_new_keys` stores unknown ssh host keys. A host that cannot be asked raises UserError with `way_out`
+    (check_reached); without, it is planned as the recipe says, or like the other hosts.
     """
     facts = gather.gather_hardware(recipe, cluster, accept_new_keys)
     if way_out:
@@ -265,8 +256,7 @@ def ask_kinds(
 def check_reached(facts: AllFacts, way_out: WayOut) -> None:
     """Raise UserError that names every host that could not be asked, if any.
 
-    Its fix has the hosts' fixes, then way_out(their names), a clause that often begins with "or". Called before hours
-    go into preparing data.
+    Its fix has the hosts' fixes, then way_out(their names), a clause that often begins with "or".
     """
     failed = {name: host.failed for name, host in facts.items() if host.failed}
     if failed:

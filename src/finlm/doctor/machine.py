@@ -51,8 +51,7 @@ def pins() -> dict[str, str]:
 def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
     """Yield the faults of a host by itself; `alone` says that the run has no other host.
 
-    The number of CPU ranks and cores, and on other machines rsync, are checked only if it is not alone. Raises
-    UserError for an unknown model type.
+    Raises UserError for an unknown model type.
     """
     yield from _check_python(facts)
     yield from _check_packages(recipe, plan, facts)
@@ -126,10 +125,7 @@ def _is_untested(name: str, installed: Mapping[str, str | None], wanted: Mapping
 
 
 def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield an error when less RAM is available than the plan needs.
-
-    It is a warning only if GPUs are planned and the recipe states more RAM than the host has.
-    """
+    """Yield an error when less RAM is available than the plan needs; a warning if the recipe states more RAM for it."""
     memory = facts.memory
     if memory and memory.available + _reused_bytes(plan, facts) < plan.host_bytes:
         limit = f", cgroup limit {format_bytes(memory.cgroup_limit)}" if memory.cgroup_limit else ""
@@ -160,8 +156,7 @@ def _reused_bytes(plan: Plan, facts: HostFacts) -> int:
 def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
     """Yield an error for each disk that lacks space: of the runs, of checkpoints in memory, and NVMe of offloading.
 
-    `alone` says that the run has no other host, so that this one writes all shards. Raises UserError for an unknown
-    model type.
+    `alone` says that the run has no other host. Raises UserError for an unknown model type.
     """
     disks, share = facts.disks or {}, host.slots / plan.world_size
     element = ELEMENT_BYTES[plan.precision]
@@ -209,10 +204,7 @@ def _check_space(name: str, disk: probe.Disk, need: float, purpose: str, fix: st
 
 
 def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Fault]:
-    """Yield a fault when /dev/shm is too small for NCCL between a host's ranks: below 64 MiB free, or Docker's default.
-
-    The first is an error, the second a warning. CPU ranks and a single rank need none.
-    """
+    """Yield a fault when /dev/shm is too small for NCCL between GPUs of a host: an error with less than 64 MiB free."""
     if plan.device == "cpu" or host.slots == 1 or shm is None:
         return
     fix = "start the container with --shm-size=8g (or --ipc=host); files left in /dev/shm by dead runs may be removed"
@@ -224,10 +216,7 @@ def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Faul
 
 
 def _check_limits(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
-    """Yield an error when the limit of open files, or of locked memory with InfiniBand, is too low.
-
-    Needed are 1,024 files, and 64 MiB where GPU ranks have an active InfiniBand port.
-    """
+    """Yield an error when the limit of open files, or of locked memory for GPU ranks with InfiniBand, is too low."""
     limits = facts.limits or {}
     soft, hard = limits.get("nofile", (None, None))
     if soft is not None and soft < MIN_OPEN_FILES:
@@ -298,9 +287,9 @@ def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fa
 def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
     """Yield an error for each host whose Python, packages, CUDA or NCCL differ from what most hosts have.
 
-    Hosts where another interpreter than the ranks' answered are left out. Ranks exchange pickles and collectives, which
-    must mean the same on all hosts.
+    Hosts where another interpreter than the ranks' answered are left out.
     """
+    # Ranks exchange pickles and collectives, which must mean the same on all hosts.
     rows: dict[str, Callable[[HostFacts], str | None]] = {
         "Python": lambda host: ".".join(host.python.version.split(".")[:2]) if host.python else None,
         **{name: partial(_find_version, name) for name in NEEDED.get(recipe.stage, ALL_STAGES)},

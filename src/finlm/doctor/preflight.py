@@ -69,7 +69,6 @@ def judge(
     """Return all findings on the cluster's hosts, errors first.
 
     `facts` maps host names to facts, from gather(). `trees` are the files of this machine to compare with the hosts'.
-    The warning that a host's packages are not the pinned ones is left out where they also differ from other hosts'.
     Raises UserError for an unknown model type.
     """
     known = {name: host for name, host in facts.items() if not host.failed}
@@ -202,8 +201,7 @@ INTERFACE_KEYS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 def host_env(facts: AllFacts) -> dict[str, dict[str, str]]:
     """Return {host: variables} that make NCCL and gloo use the network card that leads to the other hosts.
 
-    A host whose card is not known gets no variable for it. If only some of the hosts have active InfiniBand ports, sets
-    NCCL_IB_DISABLE=1 on all of them.
+    A host whose card is not known gets none. If only some hosts have active InfiniBand, it is disabled on all.
     """
     env: dict[str, dict[str, str]] = {name: {} for name in facts}
     for name, host in facts.items():
@@ -221,10 +219,9 @@ def host_env(facts: AllFacts) -> dict[str, dict[str, str]]:
 def find_addresses(facts: AllFacts) -> dict[str, str]:
     """Return {host: address at which most other hosts reached it in doctor's probe}.
 
-    Leaves out hosts that nobody reached. SSH_CONNECTION, the other source, would name the jump host where ssh goes over
-    a jump host.
+    Leaves out hosts that nobody reached.
     """
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}  # SSH_CONNECTION, the other source, may name a jump host
     for host in facts.values():
         for name, call in (host.links.peers if host.links else {}).items():
             if call.answered == name and call.address:
@@ -250,10 +247,7 @@ def _active_ports(facts: HostFacts) -> list[str]:
 
 
 def check_links(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield the faults between the hosts, each with a host's name.
-
-    Where two names mean the same machine, yields only that.
-    """
+    """Yield the faults between the hosts; where two names mean the same machine, only that."""
     links_of = {name: host.links for name, host in facts.items() if host.links}
     asked = [host for host in cluster.hosts if host.name in links_of]
     if same := list(_find_same_machines(asked, facts)):
@@ -277,10 +271,8 @@ def _check_port(recipe: Recipe, host: Host, cluster: Cluster, links: Links) -> I
     """Yield an error if `host` is the first host and cannot listen on a launch.master_port that is not `auto`."""
     port = links.port
     if port and not port.free and host == cluster.hosts[0] and recipe.launch.master_port != "auto":
-        number = port.port
-        evidence = f"cannot listen on port {number}: {port.error}"
-        fix = f"`ss -ltnp 'sport = :{number}'` names the process; end it, or set launch.master_port to auto"
-        yield "port", "error", evidence, fix
+        fix = f"`ss -ltnp 'sport = :{port.port}'` names the process; end it, or set launch.master_port to auto"
+        yield "port", "error", f"cannot listen on port {port.port}: {port.error}", fix
 
 
 _HIGH_PORTS = "ranks talk to each other on arbitrary high ports"
@@ -298,10 +290,7 @@ def _find_same_machines(hosts: Sequence[Host], facts: AllFacts) -> Iterator[Host
 
 
 def _is_shut(name: str, links: Mapping[str, Links]) -> bool:
-    """Return whether no other host could connect to the host `name`, although it listened; False when unknown.
-
-    `links` is by host name.
-    """
+    """Return whether no other host could connect to the host `name`, although it listened; False when unknown."""
     calls = [each.peers.get(name) for host, each in links.items() if host != name]
     return _listens(links[name]) and all(call is not None and call.answered is None for call in calls)
 
@@ -312,10 +301,9 @@ def _listens(links: Links | None) -> bool:
 
 
 def _check_calls(host: Host, links: Mapping[str, Links], shut: set[str]) -> Iterator[Fault]:
-    """Yield faults of what this host met when it called the others; `links` is by host name.
+    """Yield an error for hosts, but those in `shut`, that listened and did not answer this host's call.
 
-    An error for hosts that listened and did not answer, but for those in `shut`; warnings for names that it cannot
-    resolve or that lead to another host.
+    Yields warnings for names that it cannot resolve or that lead to another host.
     """
     unresolved, dead = [], []
     for name, call in links[host.name].peers.items():
@@ -354,8 +342,7 @@ def _check_logins(host: Host, links: Links) -> Iterator[Fault]:
 def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Fault]:
     """Yield an error for interfaces named in `env:` or hosts.<name>.env that do not exist on the host with an address.
 
-    NCCL takes a list of prefixes, or of exact names after "=", and needs one of them; gloo needs all of its names. A
-    list that begins with "^" is not checked, nor is any while the host's interfaces are unknown.
+    A list of exceptions ("^") is not checked, nor is any while the host's interfaces are unknown.
     """
     cards = {card.name: card.addresses for card in links.network or []}
     for key in INTERFACE_KEYS:
@@ -363,6 +350,7 @@ def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Faul
         value = of_host or recipe.env.get(key)
         if not value or not cards or value.startswith("^"):
             continue
+        # NCCL takes prefixes, or exact names after "=", and needs one of them; gloo needs all of its names.
         names = value.lstrip("=").split(",")
         exact = key.startswith("GLOO") or value.startswith("=")
         usable = [card for card, addresses in cards.items() if addresses]
@@ -394,7 +382,7 @@ def _check_infiniband(plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
 def _check_clocks(facts: AllFacts) -> Iterator[HostFault]:
     """Yield a fault for each host whose clock is certainly off by more than 1 s (warning) or 60 s (error).
 
-    The delay of the answers is allowed for. The reference is the host nearest to the median; of two hosts, the first.
+    The reference is the host nearest to the median; of two hosts, the first.
     """
     bounds = {name: host.clock for name, host in facts.items() if host.clock}
     if len(bounds) < 2:
@@ -404,7 +392,7 @@ def _check_clocks(facts: AllFacts) -> Iterator[HostFault]:
     reference = min(middle, key=lambda name: abs(middle[name] - common))
     least, most = bounds[reference]
     for name, (low, high) in bounds.items():
-        ahead, behind = low - most, least - high
+        ahead, behind = low - most, least - high  # at least, whatever the delay of the answers
         skew = max(ahead, behind)
         if name != reference and skew > WARN_SKEW_SECONDS:
             side = "ahead of" if ahead > behind else "behind"

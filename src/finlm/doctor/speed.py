@@ -89,10 +89,7 @@ def measure(
 
 
 def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speeds:
-    """Run train/measure_hardware.py on all hosts at once, and return what the ranks reported.
-
-    Raises nothing for a host that fails: its groups have no result or are in `failed`.
-    """
+    """Run train/measure_hardware.py on all hosts at once, and return what the ranks reported, also where it fails."""
     requests = _make_requests(recipe, plan, cluster, facts)
     program = PROGRAM.read_text(encoding="utf-8")
 
@@ -153,8 +150,7 @@ def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
 def parse_speeds(output: str) -> Speeds:
     """Return the speeds in the ranks' output. A group that began and did not end has failed.
 
-    If no rank reported anything, the group () has failed, with the last lines of the output. Raises ValueError or
-    KeyError for a marked line that is not a report.
+    If no rank reported anything, the group () has failed, with the last lines of the output.
     """
     measured: dict[Ranks, Speed] = {}
     failed: dict[Ranks, str] = {}
@@ -193,7 +189,11 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
     usual = _usual_speed(cluster, pairs)
     between = plan.device == "cuda" or len(cluster.hosts) > 1  # CPU ranks of one host share nothing but its cores
     slow = [ranks for ranks, speed in pairs.items() if between and speed < SLOW[plan.device] * usual]
-    names, hosts, faults = _name_ranks(plan, cluster), _rank_hosts(cluster), list[HostFault]()
+    names, faults = _name_ranks(plan, cluster), list[HostFault]()
+    hosts = [host.name for host in cluster.hosts for _ in range(host.slots)]
+    look = "`ethtool CARD` shows the speed of a card and `ip -s link` its errors; check cable, port and firewall"
+    if len(cluster.hosts) == 1:
+        look = "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` show how the GPUs are linked"
     for bad in (dead, slow):
         level: Level = "error" if bad is dead else "warning"
         count = Counter(rank for ranks in bad for rank in ranks)
@@ -204,12 +204,13 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
                 said = f": {_format_rate(pairs[ranks])}, a usual link here has {_format_rate(usual)}"
             evidence = f"{names[ranks[0]]} and {names[ranks[1]]}{said}"
             host = hosts[max(reversed(ranks), key=count.__getitem__)]
-            faults.append((host, ("link", level, evidence, _where_to_look(cluster))))
+            faults.append((host, ("link", level, evidence, look)))
     if not dead:
         for ranks, why in speeds.failed.items():
-            fix = "NCCL_DEBUG=INFO in env: shows where; the links between each two work" * bool(pairs)
+            shows = "NCCL_DEBUG=INFO in env: shows where; the links between each two work"
             evidence = f"the all-reduce of {len(ranks) or cluster.world_size} ranks failed: {why}"
-            faults.append((cluster.hosts[0].name, ("link", "error", evidence, fix or "run it again by hand")))
+            fix = shows if pairs else "run it again by hand"
+            faults.append((cluster.hosts[0].name, ("link", "error", evidence, fix)))
     promised = cluster.network_gbit * 1e9 / 8
     if plan.device == "cuda" and len(cluster.hosts) > 1 and pairs and usual < PROMISED * promised:
         plan_rate = f"{_format_rate(promised)} ({cluster.network_gbit:g} Gbit/s)"
@@ -222,32 +223,21 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
 def _usual_speed(cluster: Cluster, pairs: Mapping[Ranks, float]) -> float:
     """Return the bus bandwidth of a good link in bytes/s; 0.0 when no pair was measured.
 
-    Between hosts: the median of the best that each reaches, since a bad card makes most links of three hosts slow.
-    Inside a host: the median link, since GPUs may be bridged in pairs by design.
+    Inside a host it is the median link, between hosts the median of the best that each reaches.
     """
-    if len(cluster.hosts) == 1:
-        return statistics.median(pairs.values()) if pairs else 0.0
+    if not pairs:
+        return 0.0
+    if len(cluster.hosts) == 1:  # where GPUs may be bridged in pairs by design
+        return statistics.median(pairs.values())
+    # Not the median link: a bad card makes most links of three hosts slow.
     ends = {rank for ranks in pairs for rank in ranks}
-    best = [max(speed for ranks, speed in pairs.items() if rank in ranks) for rank in ends]
-    return statistics.median(best) if best else 0.0
-
-
-def _where_to_look(cluster: Cluster) -> str:
-    """Return the fix for a bad link, as text: inside a host or between hosts."""
-    if len(cluster.hosts) == 1:
-        return "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` show how the GPUs are linked"
-    return "`ethtool CARD` shows the speed of a card and `ip -s link` its errors; check cable, port and firewall"
-
-
-def _rank_hosts(cluster: Cluster) -> list[str]:
-    """Return each rank's host name, in the order of the ranks."""
-    return [host.name for host in cluster.hosts for _ in range(host.slots)]
+    return statistics.median(max(speed for ranks, speed in pairs.items() if rank in ranks) for rank in ends)
 
 
 def _name_ranks(plan: Plan, cluster: Cluster) -> list[str]:
     """Return each rank's name for people: its host, or "GPU n" (CPU: "rank n") when there is a single host."""
     if len(cluster.hosts) > 1:
-        return _rank_hosts(cluster)
+        return [host.name for host in cluster.hosts for _ in range(host.slots)]
     kind = "GPU" if plan.device == "cuda" else "rank"
     return [f"{kind} {rank}" for rank in range(cluster.world_size)]
 

@@ -51,20 +51,22 @@ def gather_checkpoint(
     """Copy the other hosts' parts of the checkpoint of `step` to this machine, and return the checkpoint's directory.
 
     Returns at once when all hosts are this machine, or when the checkpoint here has the files of all ranks, intact.
-    Copies only files that the manifest here does not list, or that are damaged here and that another host has too. The
-    directory stays as it is until all parts have come and match their sha256. A checkpoint in memory is replaced by a
-    copy on disk; a host that does not give its part is skipped if the other hosts have the files of all ranks together.
+    Copies only files that are missing or damaged here. The directory stays as it is until all parts have come and match
+    their sha256. A checkpoint in memory is replaced by a copy on disk; a host that does not give its part is skipped if
+    the other hosts have the files of all ranks together.
 
-    `accept_new_keys` stores unknown ssh host keys. `started` is called with each rsync process. `spare_bytes` is how
-    many bytes must stay free on this disk; if it is above 0, no summary is printed. Raises Incomplete when a part is
-    missing, or damaged here and nowhere else. Raises UserError when the parts do not fit on the disk, differ from their
-    sha256 or come from different saves, or when rsync fails.
+    `accept_new_keys` stores unknown ssh host keys. `started` is called with each rsync process. `spare_bytes` must stay
+    free on this disk; if above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here and
+    nowhere else; UserError when the parts do not fit on the disk, differ from their sha256 or come from different
+    saves, or when rsync fails.
     """
     directory = run.checkpoint(step)
-    remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
+    here_too, remote = ssh.split_local(hosts.hosts)
     if not remote:
         return directory
-    here = _read_here(directory, has_ranks=len(remote) < len(hosts.hosts))
+    here = Manifest.read_if_readable(directory)
+    if here is None and here_too and (directory / MANIFEST).exists():  # its ranks' part is nowhere else
+        raise _damage_error(directory, f"{directory / MANIFEST} is not JSON")
     damaged = _list_damaged(directory, here.files) if here is not None else []
     if here is not None and here.is_whole and not damaged:
         return directory
@@ -88,44 +90,26 @@ def gather_checkpoint(
     size = sum(part.bytes for names in wanted for part in names.values())
     in_memory = here if directory.is_symlink() else None
     _check_room(run, directory, size + (in_memory.bytes if in_memory else 0), spare_bytes)
-    aside = _begin_aside(directory, in_memory)
+    aside = directory.with_name(f".{directory.name}.copying")
+    aside.mkdir(parents=True, exist_ok=True)
+    for name in in_memory.files if in_memory else ():
+        shutil.copyfile(directory / name, aside / name)
     with ThreadPoolExecutor(16) as pool:
         pairs = zip(remote, wanted, strict=True)
         list(pool.map(lambda one: _pull(aside, directory, one[0], one[1], accept_new_keys, started), pairs))
     listed = {name: part for names in (here.files if here is not None else {}, *wanted) for name, part in names.items()}
     manifest = dataclasses.replace(every[0], files=dict(sorted(listed.items())))
     _add_files(aside, directory, manifest, here is not None and in_memory is None)
-    if not spare_bytes:
+    if not spare_bytes:  # else it is the thread of launch/copies.py, which records an event
         names = ", ".join(host.name for host, part in zip(remote, wanted, strict=True) if part)
         screen.say(f"step {step}: {format_bytes(size)} of checkpoint gathered from {names}")
     return directory
-
-
-def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
-    """Return the manifest of the checkpoint directory on this machine; None if there is none or it is not JSON.
-
-    If `has_ranks`, this machine runs ranks, whose part is nowhere else: a manifest that is not JSON raises Incomplete.
-    Raises UserError when another version of finlm wrote it.
-    """
-    here = Manifest.read_if_readable(directory)
-    if here is None and has_ranks and (directory / MANIFEST).exists():
-        raise _damage_error(directory, f"{directory / MANIFEST} is not JSON")
-    return here
 
 
 def _damage_error(directory: Path, evidence: str) -> Incomplete:
     """Return, without raising it, the error that this machine's part of a checkpoint is damaged."""
     fix = f"mv {directory} {directory}.damaged   (an older checkpoint is used then)"
     return Incomplete(f"this machine's part of {directory.name} is damaged", evidence=evidence, fix=fix)
-
-
-def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
-    """Create the directory .step-N.copying beside `directory` with the files of a part in memory, and return it."""
-    aside = directory.with_name(f".{directory.name}.copying")
-    aside.mkdir(parents=True, exist_ok=True)
-    for name in in_memory.files if in_memory else ():
-        shutil.copyfile(directory / name, aside / name)
-    return aside
 
 
 def is_whole_together(parts: Sequence[Manifest]) -> bool:
@@ -185,9 +169,9 @@ def _read_manifest(
 ) -> Manifest | Incomplete:
     """Read the manifest of a host's part of a checkpoint over ssh, and return it.
 
-    Returns an Incomplete error, not raised, when the host does not answer or the manifest is missing or not JSON.
-    `damaged` names damaged files of the copy here, for its message. Raises UserError when another version of finlm
-    wrote the manifest, or it names files outside its directory.
+    Returns an Incomplete error, not raised, when the host does not answer or the manifest is missing or not JSON; it
+    names the `damaged` files here. Raises UserError when another version of finlm wrote the manifest, or it names files
+    outside its directory.
     """
     far = path_on_host(run.checkpoint(step), host.access) / MANIFEST
     try:
@@ -210,8 +194,7 @@ def _pull(
 ) -> None:
     """Fetch with rsync, from a host's checkpoint, those `wanted` files that are missing or damaged in `aside`.
 
-    `directory` is the checkpoint's path here. Raises UserError when rsync fails or a fetched file differs from its
-    sha256.
+    `directory` is the checkpoint's path here. Raises UserError when rsync fails or a file differs from its sha256.
     """
     names = _list_damaged(aside, wanted)
     for name in names:
@@ -262,14 +245,14 @@ def list_holdings(run: RunDir, hosts: Cluster, accept_new_keys: bool = False) ->
     """Ask all hosts at once which checkpoints of the run they have, and return a Holding per host, in the same order.
 
     A host that cannot be asked gets a Holding with `failure`. The checkpoints in continued/ on this machine are added
-    to every host, since sync brings them there. Raises UserError if another version of finlm wrote a checkpoint there.
-    `accept_new_keys` stores unknown ssh host keys.
+    to every host. Raises UserError if another version of finlm wrote one of them.
     """
     continued: dict[str, Manifest | None] = {
         f"continued/{path.name}": Manifest.read_if_readable(path) for _, path in run.continued_checkpoints()
     }
     with ThreadPoolExecutor(16) as pool:
         holdings = pool.map(lambda host: _ask_host(run, host, accept_new_keys), hosts.hosts)
+        # sync brings continued/ to every host before the ranks start.
         return [dataclasses.replace(each, parts=continued | each.parts) for each in holdings]
 
 
@@ -298,8 +281,7 @@ def _parse_manifest(content: Any, where: str) -> Manifest | None:
 def check_started_here(run: RunDir, hosts: Cluster, accept_new_keys: bool = False) -> None:
     """Raise UserError when the run was started on another host, from which sync copied its directory here.
 
-    Asks all hosts in that case, to name in the error the process that runs the run or ran it last. `accept_new_keys`
-    stores unknown ssh host keys.
+    In that case asks all hosts, to name in the error the process that runs the run or ran it last.
     """
     here, root = os.uname().nodename, run.path.absolute()
     source = receiver.read_run(root).source
@@ -331,12 +313,10 @@ def _find_lock_holder(run: RunDir) -> str:
 def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
     """Return the step that the ranks of all hosts resume from, 0 for a start from scratch; print the step of a resume.
 
-    It is the newest step that all hosts have from a single save, or a newer step that is whole on this machine. The
-    whole one is linked into continued/, which sync copies to every host. First gathers on this machine's disk a newer
-    checkpoint in memory whose parts are spread over the hosts. Prints which newer steps cannot be used.
-
-    Raises UserError when a host could not be asked, when another host started the run, and when checkpoints were saved
-    but no step is usable.
+    It is the newest step that all hosts have from a single save, or a newer step that is whole on this machine, which
+    is linked into continued/ for sync. First gathers on this disk a newer checkpoint in memory whose parts are spread
+    over the hosts. Prints which newer steps cannot be used. Raises UserError when a host could not be asked, when
+    another host started the run, and when checkpoints were saved but no step is usable.
     """
     ours = f"{os.getpid()} {os.uname().nodename}"  # what the lock says where this directory is shared
     for holding in holdings:
@@ -344,11 +324,8 @@ def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
             error = holding.failure
             fix = "\n".join(filter(None, [error.fix, way_out(run, [holding.host.name])]))
             raise UserError(error.problem, evidence=error.evidence, fix=fix)
-        if (
-            holding.holder not in ("", ours)
-            and not holding.source
-            and not ssh.is_this_machine(holding.host.destination)
-        ):
+        is_foreign = holding.holder not in ("", ours) and not holding.source
+        if is_foreign and not ssh.is_this_machine(holding.host.destination):
             raise sync.started_elsewhere(str(run.path), holding.host.name, holding.holder, holding.is_held)
     steps = {holding.host.name: holding.steps for holding in holdings}
     common, recorded = max(checkpoints.common_steps(list(steps.values())), default=0), run.recorded_checkpoint()
@@ -374,9 +351,9 @@ def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
 def _gather_from_memory(run: RunDir, holdings: Sequence[Holding], common: int) -> None:
     """Gather on this disk the newest checkpoint of which the hosts together have all parts, if newer than `common`.
 
-    It is a checkpoint in memory of which some hosts have lost their part. Does nothing if it is whole here; prints the
-    reason when it cannot be gathered.
+    Prints the reason when it cannot be gathered.
     """
+    # Some hosts have lost their part, which a neighbour's memory has: with all parts it would be common.
     hosts = Cluster(tuple(holding.host for holding in holdings))
     step = whole_step_together(holdings)
     if step > common and step not in checkpoints.whole_checkpoints(run.complete_checkpoints()):
@@ -422,8 +399,8 @@ def whole_step(run: RunDir, damaged: int = 0) -> int:
 def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
     """Return a clause to add behind an error's fix, often beginning with "or": what to do without the hosts `lost`.
 
-    It depends on the checkpoints that are whole on this machine or in a neighbour's memory. `damaged` is a step that
-    cannot be used, 0 for none. Reads the run's events, manifests and plan. Raises NotJson for a damaged plan.json.
+    It names the checkpoint that is whole on this machine, except step `damaged`, or in a neighbour's memory. Reads the
+    run's events, manifests and plan. Raises NotJson for a damaged plan.json.
     """
     names, them = " and ".join(lost), "it" if len(lost) == 1 else "them"
     in_memory, step = run.recorded_in_memory(), whole_step(run, damaged)

@@ -6,9 +6,8 @@ compares fingerprints (remote/receiver.py), within a second also for large data.
 named and left out.
 
 A file appears under its final name only when it is whole; what a cut transfer brought waits in .finlm-partial beside
-it, and the next one sends only the rest. `cd` runs before the far rsync, so no path is ever read by its own quoting or
-wildcard rules, which changed between versions. Nothing is deleted on the far side, and no owner or group is kept, as
-users differ between hosts.
+it, and the next one sends only the rest. Nothing is deleted on the far side, and no owner or group is kept, as users
+differ between hosts.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class SyncTree:
 def code_tree(root: Path) -> SyncTree:
     """Return a SyncTree of a checkout's tracked files and its untracked files that git does not ignore.
 
-    Without .git it has all files, except those below .venv, cache, runs and __pycache__. Prints nested repositories,
-    which are left out. Raises UserError when git fails or is missing, or a file cannot be read.
+    Without .git it has all but .venv, cache, runs and __pycache__. Prints nested repositories, which are left out.
+    Raises UserError when git fails or is missing, or a file cannot be read.
     """
     if (root / ".git").exists():
         names = _list_by_git(root)
@@ -176,17 +175,12 @@ class CheckedTree:
     files: Mapping[str, str | None]
     follow: bool
 
-    def request(self, path: Path) -> dict[str, str | list[str] | bool]:
-        """Return receiver.fingerprints' arguments as a dict, for a host where the tree lies at `path`."""
-        return {"path": str(path), "names": list(self.files), "follow": self.follow}
-
 
 def trees_to_check(recipe: Recipe, root: Path | None, shards: Path | None) -> list[CheckedTree]:
     """Return the trees to compare on the hosts: code below `root`, the shards, and the weights in model.init_from.
 
-    Of the code only src/ and requirements* count. Computes the fingerprints of the files here. `root` and `shards` may
-    be None: then there is no such tree. For a model directory that is not on this machine, only the presence of
-    config.json is asked for. Raises UserError when git fails.
+    Without `root` or `shards` there is no such tree. Of the code only src/ and requirements* count, of a model
+    directory that is not on this machine only the presence of config.json. Raises UserError when git fails.
     """
     trees = []
     if root is not None:
@@ -256,9 +250,9 @@ def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, acc
     """Return the rsync command line that copies files from the current directory to `path` on the host.
 
     rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to,
-    `whole` compares contents instead of sizes and times, `accept_new_keys` stores unknown ssh host keys. Raises
-    UserError if the host's name is invalid.
+    `whole` compares contents instead of sizes and times. Raises UserError if the host's name is invalid.
     """
+    # `cd` before the far rsync: rsync's own quoting and wildcards in paths changed between versions.
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
         *(("--ignore-times",) if whole else ()),
@@ -271,20 +265,31 @@ def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, acc
 
 
 def send(
-    host: str, tree: SyncTree, names: list[str], *, whole: bool, accept_new_keys: bool, percent: Callable[[int], None]
+    host: str, tree: SyncTree, names: list[str], accept_new_keys: bool, add_bytes: Callable[[float], None] | None
 ) -> Sent:
-    """Copy the files `names` of the tree to the host with rsync, and return what was sent.
+    """Copy the files `names` of the tree to the host with rsync, and return what was sent; do nothing without names.
 
-    `whole` compares contents instead of sizes and times. Calls percent(0 to 100) while it runs. Starts nothing for an
-    empty list. `accept_new_keys` stores unknown ssh host keys. Raises UserError with ssh's or rsync's reason when rsync
-    fails, FileNotFoundError when rsync is not installed here.
+    Calls add_bytes(bytes since the last call) while it runs. None means a repair: rsync then compares contents instead
+    of sizes and times. Raises UserError with ssh's or rsync's reason when rsync fails, FileNotFoundError when it is not
+    installed here.
     """
-    if not names:
-        return Sent()
-    path_there = tree.path_there or tree.path
-    line = rsync_command(host, path_there, follow_links=tree.follow_links, whole=whole, accept_new_keys=accept_new_keys)
-    output = _run(line, host, tree.path, names, percent=percent)
-    return Sent(_parse_number(rb"regular files transferred", output), _parse_number(rb"Literal data", output))
+    shown = 0
+
+    def percent(now: int) -> None:
+        """Report the bytes since the last call, by rsync's percentage of the tree."""
+        nonlocal shown
+        if add_bytes and now > shown:
+            add_bytes((now - shown) / 100 * tree.size_bytes)
+            shown = now
+
+    sent = Sent()
+    if names:
+        there, whole = tree.path_there or tree.path, add_bytes is None
+        line = rsync_command(host, there, follow_links=tree.follow_links, whole=whole, accept_new_keys=accept_new_keys)
+        output = _run(line, host, tree.path, names, percent=percent)
+        sent = Sent(_parse_number(rb"regular files transferred", output), _parse_number(rb"Literal data", output))
+    percent(100)
+    return sent
 
 
 def fetch(
@@ -292,9 +297,8 @@ def fetch(
 ) -> None:
     """Copy the files `names` below `source` on the host to `target` here with rsync, following links.
 
-    Does nothing for an empty list. `started` is called with the rsync process, so that the caller can kill it.
-    `accept_new_keys` stores unknown ssh host keys. Raises UserError with ssh's or rsync's reason when rsync fails,
-    FileNotFoundError when rsync is not installed here.
+    Does nothing without names. `started` is called with the rsync process, so that the caller can kill it. Raises as
+    send() does.
     """
     if not names:
         return
@@ -314,7 +318,7 @@ def _run(
     """Run the rsync command `line` in the directory `path` and return the last 64 KiB of its stdout.
 
     `names` are written to its stdin. `started` is called with the process, `percent` with the percentages that rsync
-    prints. Raises UserError when rsync fails, naming `host`; FileNotFoundError when rsync is not installed here.
+    prints. Raises as send() does.
     """
     with tempfile.TemporaryFile() as listed, tempfile.TemporaryFile() as errors:
         listed.write(b"".join(receiver.encode(name) + b"\0" for name in names))
@@ -345,9 +349,9 @@ def _parse_number(label: bytes, output: bytes) -> int:
 
 
 def _explain(host: str, path: Path, code: int, stderr: str) -> UserError:
-    """Return, without raising it, the UserError for an rsync that ended with `code` (negative: a signal).
+    """Return, without raising it, the UserError for an rsync of `path` that ended with `code`, -N for signal N.
 
-    It gives ssh's reason if `stderr` has one that is known. `path` is the directory that was copied.
+    It gives ssh's reason if `stderr` has one that is known.
     """
     if "your shell clean" in stderr:
         return UserError(

@@ -62,11 +62,9 @@ def sync(
 
     `hosts` maps each host to a function from a path here to its path there (Path: the same path). Prints the trees and
     each result, and returns a HostResult per host in the order given. `dry_run` only counts what would change.
-    `accept_new_keys` stores unknown ssh host keys.
-
-    Raises UserError before any host is contacted when a host name or data path is unusable, rsync is missing here, or
-    another sync of root is running; and, after all hosts are done, when some of them failed, naming each with its
-    reason.
+    `accept_new_keys` stores unknown ssh host keys. Raises UserError before any host is contacted when a host name or
+    data path is unusable, rsync is missing here, or another sync of root is running; and, after all hosts are done,
+    when some of them failed, naming each with its reason.
     """
     for host in hosts:
         ssh.check_host(host)
@@ -100,8 +98,7 @@ def sync(
 def _lock_root(root: Path) -> Iterator[str]:
     """Hold root's lock file while the block runs and yield the random token in it; yield "" if root is not writable.
 
-    A host that reads the same token there shares this disk. The file is removed afterwards. Raises UserError when
-    another sync of root is running.
+    A host that reads the same token there shares this disk. Raises UserError when another sync of root is running.
     """
     path = root / receiver.LOCK
     while True:
@@ -165,10 +162,7 @@ def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
 
 
 def _combine_errors(failed: list[tuple[str, UserError]], hosts: int) -> UserError:
-    """Return, without raising it, one UserError for all `failed` of this many hosts; equal fixes appear once.
-
-    If there is only one host, returns its error unchanged.
-    """
+    """Return, without raising it, one UserError for all `failed` of this many hosts; equal fixes appear once."""
     if len(failed) == hosts == 1:
         return failed[0][1]
     fixes: dict[str, list[str]] = {}
@@ -186,10 +180,9 @@ SLOWEST_HASH = 20e6  # bytes per second below which a host's disk counts as stuc
 
 @dataclass(frozen=True)
 class HostResult:
-    """The result of a sync on a host.
+    """The result of a sync on a host; `tree` is the hash of the first tree.
 
-    `status` is "equal", "this machine", "shared" (the host sees this disk) or, after a dry run, "would change". `tree`
-    is the hash of the first tree.
+    `status` is "equal", "this machine", "shared" (the host sees this disk) or, after a dry run, "would change".
     """
 
     host: str
@@ -202,7 +195,7 @@ class HostResult:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """Return the result as a line for the screen."""
+        """Return the line for the screen."""
         if self.status == "this machine":
             return f"{self.host}: this machine, nothing to copy"
         if self.status == "would change":
@@ -228,9 +221,9 @@ class Job:
 def sync_host(host: str, job: Job, add_bytes: Callable[[float], None]) -> HostResult:
     """Claim the job's directories on a host, copy the files, compare all hashes, and send differing files once more.
 
-    Returns what was done. With job.dry_run, copies nothing and counts what would change; on a shared file system, only
-    compares. Calls add_bytes(bytes since the last call) during the first copy. Raises UserError when sync did not write
-    the host's directory, other files are in the way, rsync is missing there, files still differ, or ssh or rsync fails.
+    Returns what was done. With job.dry_run, only counts what would change; on a shared file system, only compares.
+    Calls add_bytes(bytes since the last call) during the first copy. Raises UserError when the host's directory is not
+    sync's, other files are in the way, rsync is missing there, files still differ, or ssh or rsync fails.
     """
     started = time.monotonic()
     reply = receiver.Prepared(**_ask_about_job(host, job, "prepare"))
@@ -245,12 +238,12 @@ def sync_host(host: str, job: Job, add_bytes: Callable[[float], None]) -> HostRe
     sent = Sent()
     if not is_shared:
         for tree in job.trees:
-            sent += _copy(host, job, tree, list(tree.files), add_bytes)
+            sent += file_trees.send(host, tree, list(tree.files), job.accept_new_keys, add_bytes)
     differing = _list_differing(host, job)
     repaired: list[str] = []
     for tree, names in differing.items():
         if names and not is_shared:
-            sent += _copy(host, job, tree, names, None)
+            sent += file_trees.send(host, tree, names, job.accept_new_keys, None)
             repaired += names
     if repaired:
         differing = _list_differing(host, job)
@@ -262,33 +255,8 @@ def sync_host(host: str, job: Job, add_bytes: Callable[[float], None]) -> HostRe
     return HostResult(host, status, tree_hash, sent.files, sent.content_bytes, reply.removed, tuple(repaired), seconds)
 
 
-def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Callable[[float], None] | None) -> Sent:
-    """Copy the files `names` of a tree to the host with rsync, and return what was sent.
-
-    `add_bytes` is called with the bytes since the last call. None means a repair: rsync then compares contents instead
-    of sizes and times. Raises UserError when rsync fails.
-    """
-    shown = 0
-
-    def percent(now: int) -> None:
-        """Report the bytes since the last call, by rsync's percentage of the tree."""
-        nonlocal shown
-        if now > shown and add_bytes:
-            add_bytes((now - shown) / 100 * tree.size_bytes)
-            shown = now
-
-    sent = file_trees.send(
-        host, tree, names, whole=add_bytes is None, accept_new_keys=job.accept_new_keys, percent=percent
-    )
-    percent(100)
-    return sent
-
-
 def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError:
-    """Return, without raising it, the UserError for files that differ on a host after copying.
-
-    `shared`: the host sees the disk here.
-    """
+    """Return, without raising it, the UserError for files that differ on a host after copying, or on a shared disk."""
     shown = "\n".join(names[:10]) + (f"\nand {len(names) - 10} more" if len(names) > 10 else "")
     if shared:
         return UserError(
@@ -304,10 +272,7 @@ def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError
 
 
 def _refusal(host: str, root: Path, reply: receiver.Prepared) -> UserError:
-    """Return, without raising it, the UserError for a host that must not be written to.
-
-    Sync did not write its directory, or other files are in the way there.
-    """
+    """Return, without raising it, the UserError for a host with a directory that is not sync's, or files in the way."""
     names = ", ".join(reply.names) + (f" and {reply.count - 5} more" if reply.count > 5 else "")
     if reply.state == "foreign" and reply.is_run:
         return started_elsewhere(str(root), host, reply.holder, reply.is_held)
@@ -350,8 +315,7 @@ def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: s
 def _ask_about_job(host: str, job: Job, action: str) -> Any:
     """Send the host the request `action`, "prepare" or "verify", for the job's trees; return the reply's JSON value.
 
-    Waits up to 120 s and the time to hash all bytes at 20 MB/s. Raises UserError when ssh fails or the host reports an
-    error.
+    Raises UserError as ask() does.
     """
     request = receiver.Request(
         action,
@@ -368,8 +332,7 @@ def _ask_about_job(host: str, job: Job, action: str) -> Any:
 def ask(host: str, request: receiver.Request, patience: float, accept_new_keys: bool) -> Any:
     """Run receiver.py with a request on the host's python3 over ssh, and return the JSON value of its reply.
 
-    `patience` is the time limit in seconds, `accept_new_keys` stores an unknown ssh host key. Raises UserError when ssh
-    fails, or the reply is an error or missing.
+    `patience` is the time limit in seconds. Raises UserError when ssh fails, or the reply is an error or missing.
     """
     source = Path(receiver.__file__).read_text(encoding="utf-8")
     script = f"{source}\n\nanswer({json.dumps(dataclasses.asdict(request))!a})\n".encode()
@@ -388,10 +351,9 @@ def ask(host: str, request: receiver.Request, patience: float, accept_new_keys: 
 
 
 def _list_differing(host: str, job: Job) -> dict[SyncTree, list[str]]:
-    """Have the host hash all files of the job, and return {tree: names that differ there}.
+    """Have the host hash all files of the job, and return {tree: names that differ there}. UserError as ask() raises.
 
-    Raises UserError when ssh fails or the host reports an error, and AssertionError when no name differs but the tree's
-    hash does.
+    Raises AssertionError when no name differs but the tree's hash does.
     """
     proofs = {path: receiver.Proof(**proof) for path, proof in _ask_about_job(host, job, "verify")["trees"].items()}
     for tree in job.trees:
