@@ -174,10 +174,10 @@ def _plan_meeting(recipe: Recipe, cluster: Cluster, here: Sequence[Host]) -> dic
 
     {} for a single host without a fixed port, which has nothing to try. `here` are the hosts that are this machine.
     """
-    port, several = recipe.launch.master_port, len(cluster.hosts) > 1
-    if not several and port == "auto":
+    given, several = recipe.launch.master_port, len(cluster.hosts) > 1
+    if not several and given == "auto":
         return {}
-    port, token = random.choice(RANDOM_PORTS) if port == "auto" else port, secrets.token_hex(8)
+    port, token = random.choice(RANDOM_PORTS) if given == "auto" else given, secrets.token_hex(8)
     peers = [_describe_peer(host, host in here) for host in cluster.hosts] if several else []
     requests = [links.Request(host.name, port, token, MEETING_SECONDS, peers) for host in cluster.hosts]
     return {request.me: json.dumps(asdict(request)) for request in requests}

@@ -50,14 +50,12 @@ def gather_checkpoint(
 ) -> Path:
     """Copy the other hosts' parts of the checkpoint of `step` to this machine, and return the checkpoint's directory.
 
-    Returns at once when all hosts are this machine, or when the checkpoint here has the files of all ranks, intact.
-    Copies only files that are missing or damaged here. The directory stays as it is until all parts have come and match
-    their sha256. A checkpoint in memory is replaced by a copy on disk; a host that does not give its part is skipped if
-    the other hosts have the files of all ranks together.
-
-    `accept_new_keys` stores unknown ssh host keys. `started` is called with each rsync process. `spare_bytes` must stay
-    free on this disk; if above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here and
-    nowhere else; UserError when the parts do not fit on the disk, differ from their sha256 or come from different
+    Does nothing when all hosts are this machine, or the checkpoint here has the files of all ranks, intact. Copies only
+    files that are missing or damaged here. The directory stays as it is until all parts have come and match their
+    sha256. A checkpoint in memory is replaced by a copy on disk; a host that does not give its part is skipped if the
+    other hosts have the files of all ranks together. `started` is called with each rsync process. `spare_bytes` must
+    stay free on this disk; if above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here
+    and nowhere else; UserError when the parts do not fit on the disk, differ from their sha256 or come from different
     saves, or when rsync fails.
     """
     directory = run.checkpoint(step)
@@ -90,10 +88,7 @@ def gather_checkpoint(
     size = sum(part.bytes for names in wanted for part in names.values())
     in_memory = here if directory.is_symlink() else None
     _check_room(run, directory, size + (in_memory.bytes if in_memory else 0), spare_bytes)
-    aside = directory.with_name(f".{directory.name}.copying")
-    aside.mkdir(parents=True, exist_ok=True)
-    for name in in_memory.files if in_memory else ():
-        shutil.copyfile(directory / name, aside / name)
+    aside = _begin_aside(directory, in_memory)
     with ThreadPoolExecutor(16) as pool:
         pairs = zip(remote, wanted, strict=True)
         list(pool.map(lambda one: _pull(aside, directory, one[0], one[1], accept_new_keys, started), pairs))
@@ -110,6 +105,15 @@ def _damage_error(directory: Path, evidence: str) -> Incomplete:
     """Return, without raising it, the error that this machine's part of a checkpoint is damaged."""
     fix = f"mv {directory} {directory}.damaged   (an older checkpoint is used then)"
     return Incomplete(f"this machine's part of {directory.name} is damaged", evidence=evidence, fix=fix)
+
+
+def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
+    """Create the directory .step-N.copying beside `directory` with the files of a part in memory, and return it."""
+    aside = directory.with_name(f".{directory.name}.copying")
+    aside.mkdir(parents=True, exist_ok=True)
+    for name in in_memory.files if in_memory else ():
+        shutil.copyfile(directory / name, aside / name)
+    return aside
 
 
 def is_whole_together(parts: Sequence[Manifest]) -> bool:
