@@ -117,7 +117,7 @@ def test_a_hanging_and_a_failing_tracker_leave_the_run_alone(
     run.append_event("start", step=0)
     with trackers.track_beside(run, ("tensorboard", "wandb")):
         steps(run, 1, 3, loss=5.0)
-        while "no server" not in trackers.log(run, "wandb").read_text():
+        while "no server" not in trackers.log_file(run, "wandb").read_text():
             time.sleep(0.05)
     err = capsys.readouterr().err
     assert "tensorboard had not taken everything 2 s after the end and was stopped" in err

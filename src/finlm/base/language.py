@@ -136,11 +136,11 @@ def _translate_line(line: str) -> str:
     cells = re.split(r"(\s{2,})", body)
     if len(cells) == 1:
         return indent + _translate_part(body)
-    said = indent
+    translated = indent
     for cell, gap in zip(cells[::2], [*cells[1::2], ""], strict=True):
         known = _translate_part(cell)
-        said += known + " " * max(2 * bool(gap), len(gap) - (width(known) - width(cell)))
-    return said.rstrip()
+        translated += known + " " * max(2 * bool(gap), len(gap) - (width(known) - width(cell)))
+    return translated.rstrip()
 
 
 def _translate_part(text: str) -> str:
@@ -159,18 +159,18 @@ def _find_translation(text: str) -> str | None:
 
     Unknown parts stay English; those with two words or more are added to `missed`.
     """
-    said = _exact(text)
-    if said is not None:
-        return said
+    translated = _look_up(text)
+    if translated is not None:
+        return translated
     main, remark = _split_remark(text)
-    if meaning := _exact(remark):
+    if meaning := _look_up(remark):
         return f"{_translate_part(main)}（{meaning}）"
     key, colon, rest = text.partition(": ")
     if colon and " " not in key:
-        if said := _fill_pattern(text, f"{key}: "):
-            return said
-        if " " in rest and not _SETTINGS.match(rest) and (said := _find_translation(rest)):
-            return f"{_exact(f'{key}:') or f'{key}：'}{said}"
+        if translated := _fill_pattern(text, f"{key}: "):
+            return translated
+        if " " in rest and not _SETTINGS.match(rest) and (translated := _find_translation(rest)):
+            return f"{_look_up(f'{key}:') or f'{key}：'}{translated}"
     return _fill_pattern(text) or _translate_parts(text, main, remark)
 
 
@@ -203,16 +203,16 @@ def _translate_parts(text: str, main: str, remark: str) -> str | None:
         return (
             "；".join(map(_translate_part, clauses)) if any(_find_translation(clause) for clause in clauses) else None
         )
-    if remark and ((said := _find_translation(main)) or _find_translation(remark)):
-        return f"{said or _translate_part(main)}（{_translate_part(remark)}）"
+    if remark and ((translated := _find_translation(main)) or _find_translation(remark)):
+        return f"{translated or _translate_part(main)}（{_translate_part(remark)}）"
     items = text.split(", ")
     known = [_find_translation(item) for item in items] if len(items) > 1 else []
-    if any(known) and all(said or not _SENTENCE.search(item) for said, item in zip(known, items, strict=True)):
-        return "，".join(said or item for said, item in zip(known, items, strict=True))
+    if any(known) and all(chinese or not _SENTENCE.search(item) for chinese, item in zip(known, items, strict=True)):
+        return "，".join(chinese or item for chinese, item in zip(known, items, strict=True))
     return None
 
 
-def _exact(text: str) -> str | None:
+def _look_up(text: str) -> str | None:
     """Return the translation of a sentence without holes, from the catalogue or add(); None if it is unknown."""
     return _catalogue()["messages"].get(text) or _more.get(text)
 

@@ -118,13 +118,13 @@ def check_place(runs: Path) -> None:
 
     It need not exist.
     """
-    place = runs
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise UserError(f"--runs: {place} is a file", fix="give a directory, which is made where it is missing")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--runs: {place} cannot be written", fix=PERMISSIONS)
+    existing = runs
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"--runs: {existing} is a file", fix="give a directory, which is made where it is missing")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--runs: {existing} cannot be written", fix=PERMISSIONS)
 
 
 @contextmanager

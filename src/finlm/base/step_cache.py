@@ -36,14 +36,6 @@ _GROUP = 64  # local files: handing one to a thread takes as long as hashing a s
 _SPACE_TO_SPARE = 16 * 2**20
 
 
-class HasSize(Protocol):
-    """What stat() says of a file."""
-
-    @property
-    def st_size(self) -> int:
-        """The file's size in bytes."""
-
-
 class StoreFile(Protocol):
     """A file of an object store (corpus/read/remote.py), used like a Path for reading; str() gives its URL."""
 
@@ -58,8 +50,8 @@ class StoreFile(Protocol):
     def with_name(self, name: str) -> Self:
         """Return the file of another name in the same directory."""
 
-    def stat(self) -> HasSize:
-        """Return the file's size when it was listed."""
+    def stat(self) -> Any:
+        """Return an object whose st_size is the file's size in bytes when it was listed."""
 
     def open(self, mode: Literal["rb"], /) -> BufferedReader:
         """Open the file for reading; reads it in ranges."""

@@ -243,7 +243,7 @@ def resolve(options: argparse.Namespace) -> None:
     Raises UserError when a name fits several or nothing, a file is missing, or a model directory lacks weights, parts
     of them or a tokenizer. Leaves `logs` and --set values that name nothing as they are.
     """
-    ways: dict[str, Callable[[Any], Any]] = {
+    resolvers: dict[str, Callable[[Any], Any]] = {
         "recipe": lambda text: text and str(recipe_file(text)),
         **dict.fromkeys(("parent", "world"), recipe_file),
         "run_dir": lambda text: run_directory(text, must_exist=True),
@@ -255,10 +255,10 @@ def resolve(options: argparse.Namespace) -> None:
         "logs": lambda text: text if text == "-" else str(run_directory(text)),
         **dict.fromkeys(("file", "tools"), _existing_file),
     }
-    for name, way in ways.items():
+    for name, resolver in resolvers.items():
         value = getattr(options, name, None)
         if value is not None:
-            setattr(options, name, [way(each) for each in value] if isinstance(value, list) else way(value))
+            setattr(options, name, [resolver(each) for each in value] if isinstance(value, list) else resolver(value))
     if getattr(options, "set", None):
         options.set = [_resolve_start(text) for text in options.set]
 
@@ -290,20 +290,20 @@ def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
         return path
     names = [run.path.name for run in newest_runs(where)]
     of_recipe = [name for name in names if _TIME.fullmatch(name.removeprefix(path.name)) and name != path.name]
-    meant = names[:1] if path.name == LATEST else of_recipe[:1] or [n for n in names if n.startswith(path.name)]
-    if len(meant) > 1:
+    matching = names[:1] if path.name == LATEST else of_recipe[:1] or [n for n in names if n.startswith(path.name)]
+    if len(matching) > 1:
         raise UserError(
-            f"{text} is the beginning of {len(meant)} runs' names",
-            evidence="\n".join(meant[:_SHOWN]),
+            f"{text} is the beginning of {len(matching)} runs' names",
+            evidence="\n".join(matching[:_SHOWN]),
             fix="write more of the name; `latest` is the newest run",
         )
-    if not meant and (must_exist or path.name == LATEST):
+    if not matching and (must_exist or path.name == LATEST):
         raise UserError(
             f"there is no run {text}",
             evidence=f"{where}/ has {', '.join(names[:_SHOWN]) or 'no runs'}",
             fix=_how_to_train(path) or "`finlm runs` lists them; `latest` is the newest",
         )
-    return where / meant[0] if meant else path
+    return where / matching[0] if matching else path
 
 
 def _how_to_train(named: Path) -> str:

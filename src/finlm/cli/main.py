@@ -382,8 +382,8 @@ def _compare(options: argparse.Namespace) -> int:
     """Run `finlm compare`: print how two runs differ (--json too). Return 0 if equal, else 1. UserError for no run."""
     from finlm.record import compare
 
-    one, other = map(rundir.open_run, options.run_dirs)
-    return _print_comparison(compare.compare(one, other, options.tolerance), one.path, other.path, options.json)
+    first, second = map(rundir.open_run, options.run_dirs)
+    return _print_comparison(compare.compare(first, second, options.tolerance), first.path, second.path, options.json)
 
 
 def _reproduce(options: argparse.Namespace) -> int:
@@ -406,11 +406,11 @@ def _verify_resume(options: argparse.Namespace) -> int:
     return 0 if verdict.is_equal else 1
 
 
-def _print_comparison(comparison: Comparison, one: Path | str, other: Path | str, as_json: bool) -> int:
-    """Print the comparison of the runs `one` and `other`, and JSON if as_json; return 0 if they are equal, else 1."""
+def _print_comparison(comparison: Comparison, first: Path | str, second: Path | str, as_json: bool) -> int:
+    """Print the comparison of two runs by these names, and JSON if as_json; return 0 if they are equal, else 1."""
     from finlm.record import compare
 
-    for line in compare.format_comparison(comparison, (str(one), str(other))):
+    for line in compare.format_comparison(comparison, (str(first), str(second))):
         screen.show(line)
     if as_json:
         screen.print_json(comparison.to_json())

@@ -356,7 +356,7 @@ def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
 def _number(least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
     """Return an argparse type that reads a finite number of at least `least`, above `above` and at most `most`."""
     bounds = {"at least": least, "above": above, "at most": most}
-    said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+    limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
 
     def read(text: str) -> float:
         """Return the number of an option's text. Raises ArgumentTypeError if it is none or out of range."""
@@ -365,7 +365,7 @@ def _number(least: float = -math.inf, *, above: float = -math.inf, most: float =
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and least <= value <= most and value > above):
-            raise argparse.ArgumentTypeError(f"expected a number {said}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text!r}")
         return value
 
     return read

@@ -149,9 +149,9 @@ def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple
 
     plan, shards = check_and_plan(recipe, where)
     tokens = prepare.epoch_tokens(recipe, shards) if shards else None
-    found = show.consult(recipe, where, plan, tokens, price)
+    consulted = show.consult(recipe, where, plan, tokens, price)
     missing = [] if shards else list(sources.missing(recipe.data.sources))
-    return plan, found, [*weights.missing_start(recipe), *missing, *prepare.warnings(recipe, shards)]
+    return plan, consulted, [*weights.missing_start(recipe), *missing, *prepare.warnings(recipe, shards)]
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -306,11 +306,11 @@ def template_for(tokenizer: Tokenizer) -> str:
     """
     from finlm.dialogues import templates
 
-    own = tokenizer.chat_template
+    jinja = tokenizer.chat_template
     reasons = tokenizer.id_of("</think>") is not None
     answer = "<think>\nWhy.\n</think>\n\nThus." if reasons else "Thus."
-    if own is not None:
-        template = templates.Template(own, tokenizer.bos[0] if tokenizer.bos else "", tokenizer.eos[0])
+    if jinja is not None:
+        template = templates.Template(jinja, tokenizer.bos[0] if tokenizer.bos else "", tokenizer.eos[0])
         try:
             template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
             return "model"

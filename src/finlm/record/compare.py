@@ -141,15 +141,15 @@ def list_differences(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterat
     for each in _differing("recipe", _recipe(a), _recipe(b)):
         yield Difference("recipe", each.field, redact_key(each.field, each.a), redact_key(each.field, each.b))
     yield from data_differences(histories.read_object(a.data), histories.read_object(b.data))
-    one, other = Manifest.read(a) or Manifest(), Manifest.read(b) or Manifest()
-    yield from _code(a, b, one.finlm, other.finlm)
+    manifest_a, manifest_b = Manifest.read(a) or Manifest(), Manifest.read(b) or Manifest()
+    yield from _code(a, b, manifest_a.finlm, manifest_b.finlm)
     yield from plan_differences(a, b)
-    yield from _differing("packages", one.packages, other.packages)
-    yield from _differing("hardware", _hardware(one), _hardware(other))
+    yield from _differing("packages", manifest_a.packages, manifest_b.packages)
+    yield from _differing("hardware", _hardware(manifest_a), _hardware(manifest_b))
     yield from _differing(
         "hardware", *({key: row[key] for key in _KERNELS if key in row} for row in starts or ({}, {}))
     )
-    yield from _differing("environment", _environment(one), _environment(other))
+    yield from _differing("environment", _environment(manifest_a), _environment(manifest_b))
 
 
 def plan_differences(a: RunDir, b: RunDir) -> Iterator[Difference]:
@@ -170,11 +170,11 @@ def first_other_loss(a: Points, b: Points, tolerance: float) -> Difference | Non
 
     None if there is none. `a` and `b` are (step, loss) points.
     """
-    one, other = dict(a), dict(b)
-    for step in sorted(one.keys() | other.keys()):
-        here, there = one.get(step), other.get(step)
-        if here is None or there is None or abs(here - there) > tolerance:
-            return Difference("curve", f"loss at step {step:g}", here, there)
+    losses_a, losses_b = dict(a), dict(b)
+    for step in sorted(losses_a.keys() | losses_b.keys()):
+        loss_a, loss_b = losses_a.get(step), losses_b.get(step)
+        if loss_a is None or loss_b is None or abs(loss_a - loss_b) > tolerance:
+            return Difference("curve", f"loss at step {step:g}", loss_a, loss_b)
     return None
 
 
@@ -252,20 +252,20 @@ def _file(item: Mapping[str, Any]) -> str:
     return f"{kind} {item.get('file')} of {item.get('source')}"
 
 
-def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
+def _code(a: RunDir, b: RunDir, code_a: Code, code_b: Code) -> Iterator[Difference]:
     """Yield a Difference for each file of code/ that differs, then for the commits; none if the code hashes agree.
 
-    Reads the files of both runs; the values are the first 12 hex digits of their sha256. `one` and `other` are the
+    Reads the files of both runs; the values are the first 12 hex digits of their sha256. `code_a` and `code_b` are the
     records of the code of `a` and `b`.
     """
-    if one.code_sha256 == other.code_sha256:
+    if code_a.code_sha256 == code_b.code_sha256:
         return
     hashes = (
         {path.relative_to(run.code).as_posix(): files.sha256_file(path)[:12] for path in Path(run.code).rglob("*.py")}
         for run in (a, b)
     )
     yield from _differing("code", *hashes)
-    commits = [each.git.commit if each.git else None for each in (one, other)]
+    commits = [each.git.commit if each.git else None for each in (code_a, code_b)]
     if commits[0] != commits[1]:
         yield Difference("code", "git commit", *commits)
 
@@ -293,12 +293,12 @@ def _environment(manifest: Manifest) -> dict[str, str]:
 def _differing(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield a Difference for each key whose values differ, leaf by leaf in nested dicts, in the order of a, then b."""
     for key in [*a, *(key for key in b if key not in a)]:
-        one, other = a.get(key), b.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):
-            for inner in _differing(section, one, other):
+        value_a, value_b = a.get(key), b.get(key)
+        if isinstance(value_a, dict) and isinstance(value_b, dict):
+            for inner in _differing(section, value_a, value_b):
                 yield Difference(section, f"{key}.{inner.field}", inner.a, inner.b)
-        elif one != other:
-            yield Difference(section, str(key), one, other)
+        elif value_a != value_b:
+            yield Difference(section, str(key), value_a, value_b)
 
 
 def _short(value: Any) -> str:

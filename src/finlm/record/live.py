@@ -206,7 +206,10 @@ class View:
         elif sentence:
             self._say(sentence)
         if row["kind"] == "step" and not quiet and self._draw is None:
-            self._say_sometimes()
+            now = time.monotonic()
+            if self._tenth() > self._tenths or now - self._said > LINE_SECONDS or self.state.step == 1:
+                self._tenths, self._said = self._tenth(), now
+                self._say(self.state.line(time.time()))
 
     def refresh(self) -> None:
         """Redraw the board, at most five times a second; without one, print once a minute what step 1 waits for."""
@@ -220,13 +223,6 @@ class View:
     def _tenth(self) -> int:
         """Return how many tenths of the plan's steps are done."""
         return 10 * self.state.step // self.state.plan.steps
-
-    def _say_sometimes(self) -> None:
-        """Print the state as a line at the first step, at each tenth of the run, and after a minute without a line."""
-        now = time.monotonic()
-        if self._tenth() > self._tenths or now - self._said > LINE_SECONDS or self.state.step == 1:
-            self._tenths, self._said = self._tenth(), now
-            self._say(self.state.line(time.time()))
 
 
 @contextmanager

@@ -296,7 +296,7 @@ def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
     started: dict[str, subprocess.Popen[bytes]] = {}
     for name in names:
         run.tracking.mkdir(exist_ok=True)
-        with log(run, name).open("ab") as output:
+        with log_file(run, name).open("ab") as output:
             command = [sys.executable, "-m", "finlm.record.trackers", str(run.path), name]
             started[name] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
@@ -324,13 +324,13 @@ def _wait_for_tracker(run: RunDir, name: str, process: subprocess.Popen[bytes], 
         if code == 0:
             screen.say(f"{name:<15} {how_to_open(run, name)}")
             return
-        lines = log(run, name).read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = log_file(run, name).read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
-        screen.say(f"{name} failed, the run did not notice: {last}  ({log(run, name)})")
+        screen.say(f"{name} failed, the run did not notice: {last}  ({log_file(run, name)})")
     screen.say(f"  send it again: finlm track {run.path} --to {name}")
 
 
-def log(run: RunDir, name: str) -> Path:
+def log_file(run: RunDir, name: str) -> Path:
     """Return the path of the file, tracking/<name>.log, for what a tracker's process prints; makes no file."""
     return Path(run.tracking) / f"{name}.log"
 

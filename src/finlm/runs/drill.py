@@ -236,17 +236,17 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
     If it could not be caused, does not raise: `what` begins with NOT_DONE and gives the reason, such as a silent host.
     """
     step = max((row["step"] for row in run.read_events("step")), default=0)
-    there = ssh.path_on_host(run.path.absolute(), host.access)
+    path = ssh.path_on_host(run.path.absolute(), host.access)
     source = Path(faults.__file__).read_bytes()
     moment = time.time()
     if ssh.is_this_machine(host.destination):
-        argv = [sys.executable, "-", str(there), kind]
+        argv = [sys.executable, "-", str(path), kind]
         output = ""
         with suppress(subprocess.TimeoutExpired):
             done = subprocess.run(argv, input=source, capture_output=True, timeout=60, check=False)
             output = done.stdout.decode(errors="replace")
     else:
-        argv = [ssh.python_on_host(host.access), "-", str(there), kind]
+        argv = [ssh.python_on_host(host.access), "-", str(path), kind]
         try:
             output = ssh.run(host.destination, argv, stdin=source).stdout
         except UserError as error:  # the drill goes on: a host that is lost is what it is about
