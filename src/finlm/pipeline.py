@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finlm import config, prepare
-from finlm.base import files, runs, screen, step_cache
+from finlm.base import files, runs, screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import COMPLETION, RunFailed, lock_run, reserve_run
@@ -288,7 +288,7 @@ def create_run(t: Training, earlier: lineage.Earlier | None = None) -> RunDir:
     Named by recipe and time. Takes over checkpoint and events of `earlier`. An error is raised and leaves no directory.
     """
     stem = f"{t.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with reserve_run(t.runs.absolute(), stem) as path, step_cache.new_directory(path) as temporary:
+    with reserve_run(t.runs.absolute(), stem) as path, files.new_directory(path) as temporary:
         run = RunDir(temporary)
         files.write_text(run.recipe, recipe.dump(t.recipe))
         files.write_json(run.origins, dict(t.loaded.origins))

@@ -14,7 +14,7 @@ from finlm.base.rundir import RunDir
 
 
 def test_a_failed_directory_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), step_cache.new_directory(tmp_path / "out") as directory:
+    with pytest.raises(RuntimeError), files.new_directory(tmp_path / "out") as directory:
         (directory / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []

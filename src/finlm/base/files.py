@@ -1,4 +1,4 @@
-"""Write files that are whole or absent; read and hash them, as JSON too.
+"""Write files and directories that are whole or absent; read and hash files, as JSON too.
 
 A reader that finds a file under its final name may trust it. Two writers of one name race unless they lock its
 directory: the last rename wins with a whole file.
@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,23 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a new temporary directory beside `path`; rename it to `path` at the end, or remove it after an error.
+
+    Raises OSError if `path` exists by then, unless it is an empty directory.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -158,7 +158,7 @@ class Cache:
         if path.exists():  # damaged, or without a manifest: not ours to trust
             shutil.rmtree(path)
         require_space(self.directory, needed_bytes if isinstance(needed_bytes, int) else needed_bytes(), name)
-        with full_disk_is_a_user_error(self.directory, name), new_directory(path) as temporary:
+        with full_disk_is_a_user_error(self.directory, name), files.new_directory(path) as temporary:
             manifest = {"step": name, "key": key, **make(temporary), "file_bytes": _flush_files(temporary)}
             files.write_json(temporary / "manifest.json", manifest)
         return Step(path, key, manifest, reused=False)
@@ -341,20 +341,3 @@ def lock_directory(directory: Path) -> Iterator[None]:
             screen.say(f"waiting for another process that writes in {directory}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a new temporary directory beside `path`; rename it to `path` at the end, or remove it after an error.
-
-    Raises OSError if `path` exists by then, unless it is an empty directory.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

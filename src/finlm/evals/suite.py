@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from ruamel.yaml import YAML
 
-from finlm.base import files, screen, step_cache
+from finlm.base import files, screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import complete_checkpoint, run_of_checkpoint
@@ -355,7 +355,7 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
         row = {"prompt": prompt.text, "answer": LETTERS.index(prompt.question.answer), "id": prompt.question.sha256}
         by_subject.setdefault(prompt.question.subject, []).append(row)
     group = f"finlm_{asked.name}"
-    with step_cache.new_directory(out) as directory:
+    with files.new_directory(out) as directory:
         for number, (subject, rows) in enumerate(sorted(by_subject.items())):
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             files.write_text(directory / f"{number:02}.jsonl", lines)

@@ -25,7 +25,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from finlm.base import files, runs, step_cache
+from finlm.base import files, runs
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import complete_checkpoint, run_of_checkpoint
@@ -79,7 +79,7 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
     trained = load_trained(checkpoint)
     context = trained.model.config.max_position_embeddings
     tokenizer = start.run_tokenizer(trained.shards, trained.recipe.tokenizer.add_bos, context)
-    with step_cache.new_directory(out) as directory:
+    with files.new_directory(out) as directory:
         trained.model.save_pretrained(directory, max_shard_size=most)
         _write_tokenizer(directory, trained.shards, trained.recipe.stage, tokenizer)
         config = files.read_json(directory / "config.json")
@@ -245,7 +245,7 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
     tokenizer = start.run_tokenizer(shards, recipe.tokenizer.add_bos, causal_lm.context_length(recipe, plan))
     settings.base_model_name_or_path, settings.revision = recipe.model.init_from, recipe.model.revision
     settings.inference_mode = True
-    with step_cache.new_directory(out) as directory:
+    with files.new_directory(out) as directory:
         settings.save_pretrained(directory)
         save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
         _write_tokenizer(directory, shards, recipe.stage, tokenizer)

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from finlm.base import checkpoints, files, runs, step_cache
+from finlm.base import checkpoints, files, runs
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, run_of
@@ -337,7 +337,7 @@ def import_gguf(file: Path, out: Path) -> Path:
     plain = LlamaForCausalLM._from_config(type(loaded.config)(**settings), dtype=torch.bfloat16)
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
-    with step_cache.new_directory(out) as directory:
+    with files.new_directory(out) as directory:
         plain.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         runs.seal_model(directory, source=file.name)

@@ -188,7 +188,7 @@ def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequ
                     for left_over in (path, *path.parent.glob(f".{path.name}.*.tmp")):  # of a killed run
                         shutil.rmtree(left_over, ignore_errors=True)
                     index = make_index(shards, packing, sequence_length)
-                    with step_cache.new_directory(path) as temporary:
+                    with files.new_directory(path) as temporary:
                         _write(temporary, index)
     except OSError as error:
         raise UserError(
