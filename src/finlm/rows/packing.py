@@ -226,12 +226,15 @@ def open_rows(shards: Shards, sequence_length: int, how: Packing | Literal["conc
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
-    """Return a function from ids, without control tokens, to text. UserError for an unreadable tokenizer file."""
-    from finlm.tokens import tokenizer_json, vocab  # both libraries are needed after an incident only
-
+    """Return a function from ids, without control tokens, to text for a tokenizer's file."""
+    # Not through finlm.tokens, which trains and extends tokenizers: a rank would import it all after an incident.
     if tokenizer.suffix == ".json":
-        return partial(tokenizer_json.load(tokenizer).decode, skip_special_tokens=False)
-    return vocab.load(tokenizer).decode  # type: ignore[no-any-return]
+        from tokenizers import Tokenizer
+
+        return partial(Tokenizer.from_file(str(tokenizer)).decode, skip_special_tokens=False)
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(tokenizer)).decode
 
 
 WORDS_TOKENS = 40
