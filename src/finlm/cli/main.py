@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from finlm.dialogues import templates
     from finlm.record.compare import Comparison
 
-
 # What the system says of a path that somebody gave; any other OSError is a bug, or names no file.
 REFUSED = {
     errno.ENOENT: "give a file or directory that is there",
@@ -38,7 +37,6 @@ REFUSED = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or give a path on a larger disk"),
     errno.ENAMETOOLONG: "give the name of a file or directory, not its text",
 }
-
 
 # Top-level modules of the packages that the extras of pyproject.toml install; `pip install finlm` brings none of them.
 EXTRAS = {
