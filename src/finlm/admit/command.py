@@ -1,12 +1,11 @@
 """Run `finlm admit MODEL`: does finlm train this model as transformers does? Print a table of checks and results.
 
-MODEL is a directory with config.json, or a model_type of transformers. A check, called cell, has passed or says what is
-wrong. A type that model_types.json does not have is admitted for this user when every cell passes: its row goes to
-~/.config/finlm/model_types.json.
+A check, called cell, has passed or says what is wrong. A type that model_types.json does not have is admitted for this
+user when every cell passes: its row goes to ~/.config/finlm/model_types.json.
 
-The last cells train: a small model of the type, in runs of four steps on two CPU ranks. ZeRO stages give the same
+The last cells train a small model of the type, in runs of four steps on two CPU ranks: ZeRO stages give the same
 losses, a run that goes on from a checkpoint gives those of a run that did not stop, and the export is transformers'
-model again with every field of the start's config.json. The corpus is the synthetic corpus.
+model again with every field of the start's config.json.
 
 `python -m finlm.admit.command` forks the ranks, because it has imported the trainer: it reads a run directory a line on
 stdin, and writes the exit codes of its ranks, a line of JSON, to a pipe: libraries print on stdout.
@@ -352,8 +351,7 @@ def check_resume(runs: Runs) -> str:
     """Train a copy of the run, without its last checkpoint, to the end again; return what is wrong, "" if nothing.
 
     It is wrong if the copy does not begin at its checkpoint, step STEPS // 2, or if its losses differ from the run's.
-    Makes the copy in scratch/half, where it must not exist yet (FileExistsError). Raises RuntimeError when the ranks
-    fail.
+    Raises FileExistsError if scratch/half exists, RuntimeError when the ranks fail.
     """
     whole = runs.run(1)
     half = RunDir(runs.scratch / "half" / whole.path.name)

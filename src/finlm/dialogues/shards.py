@@ -134,10 +134,7 @@ class Spool:
         return entries
 
     def _write(self, split: Split, source: str, pieces: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> ShardEntry:
-        """Write .bin, .mask and .idx of a source and split, and return their manifest entry.
-
-        `ends` [pieces] is the token at which each piece ends in the spool.
-        """
+        """Write .bin, .mask and .idx of a source and split; return their entry. `ends` are the pieces' in the spool."""
         name = f"{split}/{source}-00000.bin"
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
@@ -149,9 +146,8 @@ class Spool:
                 ids.write(spool[start:end].tobytes())
                 mask.write(masks[start:end].tobytes())
                 learnt += int(masks[start:end].sum())
-        np.cumsum(np.concatenate(([0], pieces["tokens"])), dtype=np.int64).astype("<u8").tofile(
-            path.with_suffix(".idx")
-        )
+        offsets = np.cumsum(np.concatenate(([0], pieces["tokens"])), dtype=np.int64)
+        offsets.astype("<u8").tofile(path.with_suffix(".idx"))
         return ShardEntry(
             source=source,
             split=split,
@@ -187,11 +183,10 @@ def write_description(directory: Path, tallies: Sequence[Tally], entries: Sequen
     sources: selection.SourceCounts = {}
     for tally in tallies:
         row = sources.setdefault(tally.item.source, dict.fromkeys(_COUNTED, 0))
-        for name in ("rows", "broken", "duplicate", "equals_held_out", "reserved", "held_out", "kept"):
-            row[name] += tally.counts[name]
-        row["cleaned"] += tally.left_out.total()
+        for name in _COUNTED:
+            row[name] += tally.left_out.total() if name == "cleaned" else tally.counts[name]
     inputs = [
-        InputRead(item.source, files=item.file_entries(), pinned=item.expected, dropped=tally.refused)
-        for item, tally in ((tally.item, tally) for tally in tallies)
+        InputRead(each.item.source, files=each.item.file_entries(), pinned=each.item.expected, dropped=each.refused)
+        for each in tallies
     ]
     selection.write_description(directory, entries, inputs, sources)

@@ -262,10 +262,7 @@ def read_messages(row: Any) -> list[Message] | str:
 
 
 def question_turn(row: Mapping[str, Any], name: str) -> list[Message]:
-    """Return the messages of the row's history and the user's turn: the text under `name`, then input and context.
-
-    Raises Refused where one of them is not text.
-    """
+    """Return the row's history and the user's turn: text under `name`, input, context. Refused for other than text."""
     texts = []
     for key in dict.fromkeys((name, *PASSAGES)):
         text = row.get(key)
@@ -339,10 +336,7 @@ def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Me
 
 
 def read_tools(row: Any) -> Tools:
-    """Return the row's tools in the form of OpenAI's API; None if it has none.
-
-    Raises Refused for anything but a list of functions or the JSON of such a list.
-    """
+    """Return the row's tools in OpenAI's form, None without. Refused if no list of functions, or the JSON of one."""
     value = row.get("tools") if isinstance(row, dict) else None
     if not value:
         return None

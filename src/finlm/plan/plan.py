@@ -121,10 +121,7 @@ def optimizer_group(offload_optimizer: Offload, world_size: int) -> int:
 
 
 def group_members(members: Iterable[Member], most: int, size: Callable[[Member], int]) -> list[list[Member]]:
-    """Return the members in order, in groups whose sizes sum to `most` at most; a larger member is a group by itself.
-
-    size(member) gives the size of a member.
-    """
+    """Return the members in order, in groups whose size(member) sum to `most` at most; larger ones are groups alone."""
     groups: list[list[Member]] = []
     total = 0
     for member in members:
@@ -139,10 +136,10 @@ def group_members(members: Iterable[Member], most: int, size: Callable[[Member],
 def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bool:
     """Return whether DeepSpeed copies gradients into buckets during the backward pass (contiguous_gradients).
 
-    False at stage 0, and at stage 1 on one GPU unless its optimizer steps on the host ("cpu" or "nvme"; with "none" and
-    "stream" the GPU steps). There is nothing to reduce there, and the copy of all gradients would be made while
-    activations still live: 12 GiB of XuanYuan-6B. True in all other cases.
+    False at stage 0, and at stage 1 on one GPU unless its optimizer steps on the host ("cpu" or "nvme").
     """
+    # On one GPU nothing is reduced, and the copy of all gradients would be made while activations still live: 12 GiB of
+    # XuanYuan-6B.
     return stage > 1 or (stage == 1 and (world_size > 1 or offload_optimizer in ON_HOST))
 
 
@@ -206,8 +203,7 @@ HOURS_BETWEEN_FAILURES_OF_A_GPU = 54 * 24 * 16384 / 419
 def seconds_between(ranks: int, failures: int = 0, seconds: float = 0.0) -> float:
     """Return the expected seconds between two failures of a run with `ranks` ranks.
 
-    The assumed rate counts as one failure in its time. `failures` and `seconds` are those of the run so far, which are
-    added to it.
+    The assumed rate counts as one failure in its time; the run's `failures` in `seconds` so far are added to it.
     """
     return (HOURS_BETWEEN_FAILURES_OF_A_GPU * 3600 / ranks + seconds) / (1 + failures)
 
@@ -216,7 +212,7 @@ def best_interval(stall: float, between: float, write: float) -> float:
     """Return the seconds between checkpoints that lose the least time, but at least 1.5 times `write`.
 
     `stall` is the seconds that training waits for a checkpoint, `write` the seconds until it is written, `between` the
-    seconds between failures. Young's sqrt(2 x stall x between) (CACM 17(9), 1974; Daly's refinement differs by the
-    stall itself).
+    seconds between failures.
     """
+    # Young, CACM 17(9), 1974; Daly's refinement differs by the stall itself.
     return max(math.sqrt(2 * stall * between) - stall, 1.5 * write)

@@ -59,18 +59,12 @@ def explain_choices(recipe: Recipe, chosen: Candidate, candidates: list[Candidat
     if recipe.batch.micro_batch == "auto":
         yield f"micro-batch {_format_micro_batches(chosen)}: {_why_rows(chosen, candidates)}"
     if layout.generation_rows:
-        yield _why_generation(chosen)
-
-
-def _why_generation(chosen: Candidate) -> str:
-    """Return in words how many answers are generated at once, and what their predicted time assumes."""
-    layout, answers = chosen.layout, chosen.layout.micro_batch * chosen.accumulation
-    said = f"answers: all {answers} of a rank are generated at once"
-    if layout.generation_rows < answers:
-        said = f"answers: {layout.generation_rows} of a rank's {answers} are generated at once"
-    if chosen.step is None:
-        return said
-    return f"{said}; their time is that of answers of {layout.answer_tokens} tokens in full rows"
+        answers = layout.micro_batch * chosen.accumulation
+        said = f"answers: all {answers} of a rank are generated at once"
+        if layout.generation_rows < answers:
+            said = f"answers: {layout.generation_rows} of a rank's {answers} are generated at once"
+        assumed = f"; their time is that of answers of {layout.answer_tokens} tokens in full rows"
+        yield said + (assumed if chosen.step is not None else "")
 
 
 def _why_stage(chosen: Candidate, candidates: list[Candidate]) -> str:

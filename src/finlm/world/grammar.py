@@ -55,10 +55,7 @@ class Press:
         ]
 
     def render(self, dice: Dice, words: Words) -> str:
-        """Return a random reading of the form filled with `words`, its paragraphs a line each; the first is the title.
-
-        Raises KeyError for a missing word.
-        """
+        """Return a random reading filled with `words`, a paragraph a line, title first. KeyError for a missing word."""
         random = dice.random
         parts: list[str] = []
         headings = 0
@@ -136,10 +133,7 @@ def templates(section: str) -> dict[str, str]:
 
 
 def banks(section: str) -> dict[str, Bank]:
-    """Return {name: readings compiled for fill()} of a section of prose/words.toml.
-
-    Raises KeyError if there is no such section, ValueError for a surplus closing bracket.
-    """
+    """Return {name: readings compiled for fill()} of a section of prose/words.toml. KeyError without the section."""
     return {name: bank(template) for name, template in templates(section).items()}
 
 
