@@ -330,10 +330,9 @@ def remember_run(
     """Store the GPU speed that a finished run shows in runs.jsonl and return it; None if the run shows none.
 
     `planned` and `measured` are tokens/s, `name` the run's, whose former row is replaced. Only 16-bit pretraining and
-    SFT runs count, of LEAST_PARAMETERS or more, on GPUs of one kind, whose planned step is 70 % arithmetic and whose
-    arithmetic took between half and twice as long as planned; transfers and the optimizer are taken as planned. Raises
-    PlanError for a GPU kind that is unknown by now, OSError when the file cannot be written, and ValueError or
-    TypeError when it is damaged.
+    SFT runs count, of LEAST_PARAMETERS or more, on GPUs of one kind, whose planned step is 70 % arithmetic, which took
+    between half and twice as long as planned. Raises PlanError for a GPU kind that is unknown by now, OSError when the
+    file cannot be written, and ValueError or TypeError when it is damaged.
     """
     kinds, parts = {host.gpu for host in plan.hosts}, plan.step_seconds
     if not (planned and measured and plan.gpu_mfu and parts) or len(kinds) != 1:
@@ -341,7 +340,8 @@ def remember_run(
     if stage not in ("pretrain", "sft") or plan.precision not in ("bf16", "fp16") or plan.parameters < LEAST_PARAMETERS:
         return None
     seconds = max(parts["compute"], parts["overlapped"]) + parts["exposed"] + parts["optimizer"]
-    compute = parts["compute"] - seconds * (1 - planned / measured)  # in the time that was measured
+    # In the time that was measured, if transfers and the optimizer took what was planned.
+    compute = parts["compute"] - seconds * (1 - planned / measured)
     if parts["compute"] < ARITHMETIC * seconds or not 0.5 < compute / parts["compute"] < 2:
         return None
     (kind,) = kinds

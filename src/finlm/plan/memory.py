@@ -149,12 +149,13 @@ def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
 def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     """Return the bytes that one decoder layer keeps per token for the backward pass.
 
-    With 16-bit elements, compiled: inputs and outputs of both norms 8h, q and attention's output 4h, k and v 4 kv, gate
-    and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: fp32 copies instead of the norms' inputs, and what
-    they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of queries and keys
-    keep these before and after, norms behind a block its output. Selective recompute keeps nothing of the feed-forward
-    block but its input. Beside layers of linear attention, returns the larger number of both kinds.
+    Selective recompute keeps nothing of the feed-forward block but its input. Beside layers of linear attention,
+    returns the larger number of both kinds.
     """
+    # With 16-bit elements, compiled: inputs and outputs of both norms 8h, q and attention's output 4h, k and v 4 kv,
+    # gate and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: fp32 copies instead of the norms' inputs, and
+    # what they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of queries and
+    # keys keep these before and after, norms behind a block its output.
     if shape.linear:
         return max(layer_activation_bytes(kind, layout) for _, kind in shape.kinds)
     hidden, ffn = shape.hidden, 4 * shape.ffn
@@ -202,12 +203,10 @@ def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
-    """Return what adapters add to the bytes kept per token: (in attention and norms, in the feed-forward block).
-
-    A frozen matrix keeps no input, and a frozen norm, eager, nothing before its scale. An adapter keeps its input and
-    what its matrix A makes of it; with dropout also an input of its own and a mask of one byte. Uncompiled layers under
-    ZeRO-3 use DeepSpeed's linear function, which keeps the input of a frozen matrix too.
-    """
+    """Return what adapters add to the bytes kept per token: (in attention and norms, in the feed-forward block)."""
+    # A frozen matrix keeps no input, and a frozen norm, eager, nothing before its scale. An adapter keeps its input and
+    # what its matrix A makes of it; with dropout also its own input and a mask of one byte. Uncompiled layers under
+    # ZeRO-3 use DeepSpeed's linear function, which keeps the input of a frozen matrix too.
     keeps_all = layout.zero_stage == 3 and not layout.compiled
     hidden, ffn, sides = shape.hidden, shape.ffn, shape.matrices
     adapted = [name for name in sides if name in layout.adapted]
@@ -236,11 +235,9 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def backward_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes that one layer's backward pass needs beside kept activations: recomputed ones, and temporaries.
-
-    Temporaries are the gradients of gate, up and their product, and of hidden states; uncompiled the product itself is
-    gone by then, and with dropout also what the adapter kept of it.
-    """
+    """Return the bytes that one layer's backward pass needs beside kept activations: recomputed, and temporaries."""
+    # Temporaries are the gradients of gate, up and their product, and of hidden states; uncompiled the product itself
+    # is gone by then, and with dropout also what the adapter kept of it.
     whole = layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))
     kept = layout.tokens * layer_activation_bytes(shape, layout) if layout.recompute == "selective" else whole
     recomputed = whole if layout.recompute == "full" else whole - kept
@@ -249,12 +246,10 @@ def backward_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def logits_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes needed at the loss (train/model/kernels.py): slices of logits, and the gradients that it forms.
-
-    One slice is logits and their gradient; from the second on the gradient of the slice before still exists, and so
-    does the head's. Uncompiled, on CPU and where log-probabilities are asked for (preferences), fp32 numbers and their
-    exponentials exist beside the logits.
-    """
+    """Return the bytes needed at the loss (train/model/kernels.py): slices of logits, and gradients that it forms."""
+    # One slice is logits and their gradient; from the second on the gradient of the slice before still exists, and so
+    # does the head's. Uncompiled, on CPU and where log-probabilities are asked for (preferences), fp32 numbers and
+    # their exponentials exist beside the logits.
     e = layout.element_bytes
     hidden = 4 * layout.tokens * shape.hidden * e  # the last layer's output, its norm twice, and its gradient
     if not layout.has_vocabulary_head:
@@ -425,11 +420,9 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes of gradients in all their forms during the optimizer step.
-
-    DeepSpeed 0.19.8 step(): the gradients of a group, their flat copy and its fp32 copy exist together: 8 bytes a
-    parameter of the group's partition. In one group that is, with 14 of states, 22 N on one GPU.
-    """
+    """Return the bytes of gradients in all their forms during the optimizer step."""
+    # DeepSpeed 0.19.8 step(): the gradients of a group, their flat copy and its fp32 copy exist together: 8 bytes a
+    # parameter of the group's partition. In one group that is, with 14 of states, 22 N on one GPU.
     e, part = layout.element_bytes, share(trained_parameters(shape, layout), layout, 1)
     is_one_pass = layout.compiled and layout.zero_stage in (1, 2)  # train/zero/engine.py reads gradients as they are
     to_fp32 = 4 if e == 2 and not is_one_pass else 0

@@ -75,10 +75,10 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
 
     Assumes answers as long as they may be, after prompts that fill the rest of a row. A token of a chunk takes the
     longest of three times (matrix products, reading the weights, small kernels), plus the time to read keys and values,
-    to draw from the vocabulary, and for a layer's other kernels. The constants are those of one H100 with 512 answers
-    of a 1.5B shape after 256 tokens, and of four shapes with 8 to 64 rows there and on an H200 (LOGBOOK.md,
-    2026-11-26). GPUs before compute capability 8.0 read every row to its end.
+    to draw from the vocabulary, and for a layer's other kernels.
     """
+    # Measured on one H100 with 512 answers of a 1.5B shape after 256 tokens, and with 8 to 64 rows of four shapes there
+    # and on an H200 (LOGBOOK.md, 2026-11-26). Before compute capability 8.0 every row is read to its end.
     chunks = -(-rows // layout.generation_rows)
     rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
     weights = shape.parameters * (layout.element_bytes if layout.weight_bytes is None else NF4_MOVED)

@@ -102,8 +102,6 @@ BAND = {str(grade): str(band) for grade, _, _, band in _WORLD["ratings"]}
 
 def hundredths_of_percent(part: int, whole: int) -> int:
     """Return part / whole in 0.01 %, rounded half away from zero. Raises ZeroDivisionError for a `whole` of 0."""
-    if part >= 0 and whole > 0:
-        return (20_000 * part + whole) // (2 * whole)
     rounded = (20_000 * abs(part) + abs(whole)) // (2 * abs(whole))
     return rounded if (part < 0) == (whole < 0) else -rounded
 
