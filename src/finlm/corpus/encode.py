@@ -353,20 +353,15 @@ def _encode_documents(
     Returns (name of the encoder that wrote the shards, their entries). Before it starts again, prints a notice and
     removes what was written. Raises UserError if data.encoder is gigatoken and its ids differ.
     """
-
-    def write(encoder: str) -> list[ShardEntry]:
-        """Write the shards with this encoder; return their entries."""
-        chosen = [replace(task, encoder=encoder) for task in tasks]
-        return write_shards(context, directory, chosen, text_bytes)
-
     library, encoder = encoders.reference(model).name, _choose_encoder(context, model)
+    tasks = [replace(task, encoder=encoder) for task in tasks]
     try:
-        return encoder, write(encoder)
+        return encoder, write_shards(context, directory, tasks, text_bytes)
     except Disagreement as error:
         _refuse_or_say(context, library, str(error))
     for split in SPLITS:
         shutil.rmtree(directory / split)
-    return library, write(library)
+    return library, write_shards(context, directory, [replace(task, encoder=library) for task in tasks], text_bytes)
 
 
 def _choose_encoder(context: Context, model: Path) -> str:

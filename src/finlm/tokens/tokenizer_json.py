@@ -195,14 +195,10 @@ def _text(piece: str) -> str:
     return bytes(_BYTE_OF[letter] for letter in piece).decode(errors="replace")
 
 
-def _alphabet() -> dict[int, str]:
-    """Return {byte: letter} as GPT-2 drew it: printable bytes are themselves, the others follow from code point 256."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
-
-
-_LETTER_OF = _alphabet()
+# GPT-2's alphabet: printable bytes are letters themselves, the others follow from code point 256.
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+_LETTER_OF = {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + place) for place, byte in enumerate(_OTHERS)}
 _BYTE_OF = {letter: byte for byte, letter in _LETTER_OF.items()}
 
 
