@@ -131,16 +131,15 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     groups = proc / "self" / "cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, name = line.split(":", 2)
-        old = "memory" in controllers.split(",")
-        if controllers and not old:
+        is_v1 = "memory" in controllers.split(",")
+        if controllers and not is_v1:
             continue
-        root = cgroup / "memory" if old else cgroup
-        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
-        here = root / name.lstrip("/")
-        for directory in (here, *here.parents):
-            if not directory.is_relative_to(root):
-                break
-            least = min(least, _bytes_left(directory, limit, used, least))
+        root = cgroup / "memory" if is_v1 else cgroup
+        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        group = root / name.lstrip("/")
+        for directory in (group, *group.parents):  # the limit of every group above holds too
+            if directory.is_relative_to(root):
+                least = min(least, _bytes_left(directory, limit, used, least))
     return max(0, least)
 
 
@@ -167,6 +166,7 @@ def free_port(port: int) -> int | str:
     For 0, tries 100 ports. The port is free again when this returns, so another process may take it.
     """
     reason = ""
+    # Not random's own state: two launches that seed it alike would choose the same port.
     for candidate in random.SystemRandom().sample(PORTS, TRIES) if port == 0 else (port,):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store sets it too

@@ -131,12 +131,11 @@ class Cache:
     ) -> Step:
         """Return the step of this name and these inputs from the cache, or build it with make(directory) -> manifest.
 
-        `depends_on` holds the inputs as JSON-able values. To build, the caller holds lock_cache().
-        `make` writes into an empty temporary directory; its manifest is stored with step, key and file lengths added. A
-        step whose files have the wrong length is removed and built again, with a notice on stderr. `needed_bytes` is
-        the disk space to check for before building, or a function that returns it. Raises UserError when the disk is
-        too full or a stored manifest is not JSON, and NotPrepared when the step is missing or damaged and build is
-        False.
+        `depends_on` holds the inputs as JSON-able values. To build, the caller holds lock_cache(). `make` writes into
+        an empty temporary directory; its manifest is stored with step, key and file lengths added. A step with a file
+        of another length is built again, with a notice on stderr. `needed_bytes` of disk, or what that function
+        returns, must be free to build. Raises UserError when they are not or a stored manifest is not JSON, and
+        NotPrepared when the step is missing or damaged and build is False.
         """
         key = files.sha256_json({"step": name, **depends_on})
         path = self.directory / f"{name}-{key[:16]}"
@@ -170,10 +169,9 @@ class Cache:
     def fingerprints(self, paths: Sequence[File]) -> list[Fingerprint]:
         """Return the Fingerprint of each file; files with path, inode, size and times known from before are not read.
 
-        Of a store's file, size and version must be known instead; several of those are read at once. Shows a bar for
-        more than 2 GB. Stores new hashes in fingerprints.json. Raises UserError for a file that cannot be read or
-        changes meanwhile, NotPrepared for a file with no known hash when build is False, OSError for a missing local
-        file.
+        Of a store's file, size and version must be known instead. Shows a bar for more than 2 GB. Stores new hashes in
+        fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile, NotPrepared for a file
+        with no known hash when build is False, and OSError for a missing local file.
         """
         known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
         states = [_state(path) for path in paths]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, open_run
 from finlm.cli import command_line
 
 if TYPE_CHECKING:
@@ -365,12 +365,11 @@ def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Di
 
 def _load_recipe_or_run(path: Path) -> Loaded:
     """Return a loaded recipe file, or a run's recipe with the origins that it recorded. UserError if it is unfit."""
-    from finlm.base import rundir
     from finlm.recipe import recipe
 
     if not path.is_dir():
         return recipe.load(path)
-    run = rundir.open_run(path)
+    run = open_run(path)
     return recipe.Loaded(recipe.load(run.recipe).recipe, files.read_json(run.origins), str(path))
 
 
@@ -385,10 +384,9 @@ def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
 
 def watch(options: argparse.Namespace) -> int:
     """Run `finlm watch`: show a run's progress until it ends; return the exit code. Raises UserError for no run."""
-    from finlm.base import rundir
     from finlm.record import live
 
-    return live.watch(rundir.open_run(options.run_dir))
+    return live.watch(open_run(options.run_dir))
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -420,7 +418,7 @@ def _model_to_serve(path: Path) -> Path:
         exported = f"finlm export {path} DIRECTORY, then finlm serve DIRECTORY"
         raise UserError(
             f"{path} is no model that can be served",
-            evidence=f"{'the run has no export yet' if is_run else 'no config.json in it'}",
+            evidence="the run has no export yet" if is_run else "no config.json in it",
             fix=exported if is_run or path.parent.name == "checkpoints" else "give a run or a Hugging Face directory",
         )
     if parents.is_reward_model(files.read_json(directory / "config.json")):
