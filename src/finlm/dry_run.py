@@ -124,10 +124,10 @@ def adapt(t: pipeline.Training, adapter: str) -> list[str]:
     Prepares the data if necessary and sets fields of `t`. Raises UserError when a parent recipe has no finished run,
     nothing fits, the run is in use, or the launcher cannot express it.
     """
-    if parents.is_recipe(t.recipe.model.init_from):
-        pipeline.set_start_model(t, lineage.model_directory(t.recipe, t.runs))
+    if parents.is_recipe(init_from := t.recipe.model.init_from):
+        pipeline.set_start_model(t, lineage.export_directory(init_from, t.runs, t.read))
     for place, named in weights.reward_recipes(t.recipe):
-        pipeline.set_reward_model(t, place, lineage.export_directory(named, t.runs))
+        pipeline.set_reward_model(t, place, lineage.export_directory(named, t.runs, t.read))
     for act in (pipeline.prepare_data, pipeline.plan_run, pipeline.find_unfinished):
         act(t)
     t.resumed = None if t.is_trained else t.resumed

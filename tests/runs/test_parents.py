@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from finlm import dry_run, pipeline
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.recipe import parents, recipe
+from finlm.recipe import cluster, derive, parents, recipe, weights
+from finlm.recipe.parents import Load
 from finlm.runs import lineage
 
 from helpers import NO_WEIGHTS, QUICKSTART
@@ -25,9 +28,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def finished(stage: str, number: int, *overrides: str) -> RunDir:
+def finished(stage: str, number: int, *overrides: str, load: Load = recipe.load) -> RunDir:
     """A finished run of a quickstart recipe with overrides: what of its directory is looked at."""
-    loaded = recipe.load(FAMILY / f"{stage}.yaml", overrides).recipe
+    loaded = load(FAMILY / f"{stage}.yaml", overrides).recipe
     run = RunDir(Path(f"runs/{loaded.name}-2026-{number}"))
     files.write_text(run.recipe, recipe.dump(loaded))
     files.write_json(run.plan, {"recipe": loaded.name, "steps": loaded.train.steps or 77})
@@ -66,6 +69,17 @@ def test_a_trial_is_not_what_the_recipe_stands_for(override: str, difference: st
     with pytest.raises(UserError) as caught:
         lineage.model_directory(recipe.load(FAMILY / "sft.yaml").recipe, Path("runs"))
     assert f"{trial.path}: {difference}" in caught.value.evidence and "init_from=runs/RUN" in caught.value.fix
+
+
+def test_another_launcher_starts_a_toy_from_the_toy_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, whole = finished("pretrain", 1, load=derive.load_toy), finished("pretrain", 2)
+    loaded, hosts = derive.load_toy(FAMILY / "sft.yaml"), cluster.local(1)
+    training = pipeline.Training(loaded, hosts, Path("runs"), read=derive.load_toy)
+    monkeypatch.setattr(weights, "check_model", lambda _: None)  # these directories hold no weights
+    monkeypatch.setattr(pipeline, "prepare_data", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        dry_run.adapt(training, "torchrun")
+    assert training.recipe.model.init_from == str(toy.export) != str(whole.export)
 
 
 @pytest.mark.parametrize(

@@ -378,8 +378,8 @@ def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
     return parents.settings_of(parent, _settings_of_parent(parent, load))
 
 
-def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
-    """Return the export of the newest trained run of the recipe `named`. Raises UserError without a matching run."""
+def export_directory(named: str, runs: Path, load: Load) -> Path:
+    """Return the export of the newest trained run of the recipe `named`, read by `load`. UserError if none matches."""
     export, passed = find_export(load(named).recipe, runs, load)
     if export is None:
         missing = f"no finished run of it as it is written in {runs.absolute()}"
@@ -392,7 +392,7 @@ def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
     return export
 
 
-def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load: Load = recipes.load) -> Path:
+def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
     """Return the directory of model.init_from: itself, the export of that recipe's newest run, or the Hub's snapshot.
 
     Downloads a Hub id if must_exist, and raises UserError without a model. If not must_exist, raises NotPrepared
@@ -402,8 +402,8 @@ def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load
     assert init_from is not None  # recipe.parents asks for it
     if parents.is_recipe(init_from):
         if must_exist:
-            return export_directory(init_from, runs, load)
-        export, _ = find_export(load(init_from).recipe, runs, load)
+            return export_directory(init_from, runs, recipes.load)
+        export, _ = find_export(recipes.load(init_from).recipe, runs, recipes.load)
         if export is None:
             raise NotPrepared("model")
         return export
