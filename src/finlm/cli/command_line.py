@@ -72,6 +72,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, with the nearest known word, to stderr and exit with code 2."""
         wrong = re.match(r"(?:argument .*: invalid choice: '|unrecognized arguments: )([^\s'=]+)", message)
+        # argparse has no public list of a parser's commands and options.
         below = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
         commands = {name: command for choices in below for name, command in choices.items()}
         named = [commands[word] for word in self._given if word in commands][:1]
@@ -289,6 +290,7 @@ def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
     if path.exists() or (len(path.parts) > 1 and not where.is_dir()):
         return path
     names = [run.path.name for run in newest_runs(where)]
+    # A recipe's runs are its name and a time: `quickstart` begins the names of quickstart-sft's runs too.
     of_recipe = [name for name in names if _TIME.fullmatch(name.removeprefix(path.name)) and name != path.name]
     matching = names[:1] if path.name == LATEST else of_recipe[:1] or [n for n in names if n.startswith(path.name)]
     if len(matching) > 1:

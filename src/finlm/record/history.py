@@ -194,7 +194,7 @@ def read_history(run: RunDir) -> History:
                 attempts[-1][1] = now
         if kind == "restart":
             history.restarts.append(Restart(row))
-            history.end = None
+            history.end = None  # the ranks ended, and the run goes on
         elif kind == "end":
             history.end = row
             is_open = False  # the export and samples come after it

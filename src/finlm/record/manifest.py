@@ -199,6 +199,7 @@ def make(
         finlm=Code(version(), code_hash(), git_state(PACKAGE)),
         recipe=RecipeHash(recipe.name, hashlib.sha256(recipes.dump(recipe).encode()).hexdigest()),
         plan=PlanHash(files.sha256_json(plan.to_json())),
+        # As a single text: a token or login may stand in any value, and in a key.
         start=None if start is None else json.loads(redact("", json.dumps(start.to_json()))),
         shards=_prepared_data(shards),
         seeds={
