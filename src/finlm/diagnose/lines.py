@@ -63,6 +63,7 @@ _PIP = re.compile(
 )
 _SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s*#(?:SBATCH|BSUB|PBS|\$) |^export \w+=")
 _HELP = re.compile(r"^usage: |^\s+\[-")
+_CONFIG = re.compile(r"\[config\.py:\d+:print")  # DeepSpeed lists every key, also those that harm nobody
 
 
 def clean(text: str) -> tuple[str, dict[str, str]]:
@@ -91,7 +92,7 @@ def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
 
 
 def kind(text: str, before: list[str]) -> str:
-    """Return what a line is if it is no statement of the program: "source", "pip", "scheduler" or "help"; else "".
+    """Return "source", "pip", "scheduler", "help" or "config" for a line by which the program states nothing; else "".
 
     `before` has the raw lines before it.
     """
@@ -103,7 +104,7 @@ def kind(text: str, before: list[str]) -> str:
                 return "source"
             if not line.startswith("    "):
                 break
-    for name, expression in (("pip", _PIP), ("scheduler", _SCHEDULER), ("help", _HELP)):
+    for name, expression in (("pip", _PIP), ("scheduler", _SCHEDULER), ("help", _HELP), ("config", _CONFIG)):
         if expression.search(text):
             return name
     return ""
@@ -252,6 +253,7 @@ DERIVED = re.compile(
     r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
     r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
     r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$|"
+    r"failed to get register_center_actor|"
     r"Error: .*\b(?:[Ss]erver|[Ee]ngine|[Ww]orker|[Pp]rocess|[Jj]ob|[Cc]hild|[Cc]ase)\b.{0,30}\b"
     r"(?:failed|died|crashed|exited)(?: unexpectedly| with (?:exit |return )?(?:code|status) \S+)?\.?$"
 )
