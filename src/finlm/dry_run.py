@@ -15,10 +15,11 @@ DONE, TO_DO, NOT_NEEDED = "done", "to do", "-"
 
 
 def print_steps(t: pipeline.Training) -> None:
-    """Print each step of `finlm train` with its state: done, to do, or - if not needed; start and write nothing.
+    """Print each step of `finlm train` with its state: done, to do, or - if not needed. Starts nothing.
 
-    Sets t.loaded, t.shards, t.plan, t.ds_config and t.resumed as far as they are known. Raises UserError when a
-    tracker's package or a source is missing, or nothing fits.
+    Writes at most a missing index of rows and a list of broken rows, to the cache. Sets t.loaded, t.shards, t.plan,
+    t.ds_config and t.resumed where known. Raises UserError for what would stop the run: a missing package or source,
+    prepared data or a model that cannot be used, nothing that fits.
     """
     trackers.check_installed(t.recipe.record.tracking)
     known = _look_before_launch(t)

@@ -325,9 +325,10 @@ def _existing_file(path: Path) -> Path:
 
 
 def model_directory(text: str | Path) -> Path:
-    """Return the path of the run, checkpoint or model directory that is named; called before torch is loaded.
+    """Return the directory of a run, checkpoint or model, given as a path or a run's short name (`latest` too).
 
-    Raises UserError when there is none, or when a model directory lacks weights, parts of them, or a tokenizer.
+    Loads no torch. Raises UserError when there is none, a short name fits several runs, or a model's directory lacks
+    whole weights or a tokenizer.
     """
     path = run_directory(text)
     is_model = path.parent.name == "checkpoints" or any((path / name).is_file() for name in _OF_MODELS)

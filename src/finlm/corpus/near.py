@@ -372,7 +372,7 @@ def write_likes(
     with (context.engine if is_shared else context.local).start(at_most) as run:
 
         def run_tasks(name: str, function: Callable[[Any], Arrays], tasks: Sequence[Any]) -> Iterator[Arrays]:
-            """Yield function(task) for each task in order; keep what it returned unless there is a single range."""
+            """Yield function(task) in order; with several key ranges by workers, and the cache keeps the results."""
             if parts == 1:
                 return map(function, tasks)
             work = [(files.sha256_json([about, name, number]), task) for number, task in enumerate(tasks)]

@@ -344,7 +344,10 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
 
 
 def _grade(grpo: Grpo, prompt: Prompt, attempt: Attempt) -> Graded:
-    """Return the attempt's grades. Raises StopIteration when no rule of grpo.checked applies to the prompt."""
+    """Return whether an attempt is right, its reward (the weighted sum, None as 0) and its conclusion.
+
+    Raises StopIteration when no rule of grpo.checked applies to the prompt.
+    """
     question, right, (answer, tokens, _) = prompt.messages[-1]["content"], prompt.right, attempt
     values = [scoring.score(term, question, answer, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
     # It is right when the first rule that applies to the prompt gives 1.

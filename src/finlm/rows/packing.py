@@ -381,9 +381,10 @@ def _normalise_weights(weights: Mapping[str, float], ranges: Mapping[str, range]
 
 
 def weights_by_source(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) -> dict[str, float]:
-    """Return {source: weight}; the sources that match a glob share its weight by their `sizes`, others get 0.
+    """Return {source: weight} of all sources in `sizes`; those that match a glob share its weight by their sizes.
 
-    Raises UserError, naming the recipe key `key`, for a name or glob that matches no source with text.
+    A source that several entries match gets the sum, one that none matches 0. Raises UserError, naming the recipe key
+    `key`, for an entry that matches no source, or only sources of size 0.
     """
     weight_of = dict.fromkeys(sizes, 0.0)
     for pattern, weight in weights.items():

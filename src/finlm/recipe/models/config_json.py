@@ -51,9 +51,9 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:
-    """Return the path of config.json of a model directory or of a Hub model fetched before; None without it.
+    """Return the path of config.json in a model directory, or of a cached Hub model at `revision`, else None.
 
-    Asks no network. Raises UserError for an impossible Hub id with a revision.
+    Asks no network. A Hub id without a revision gives None. Raises UserError for an impossible Hub id with a revision.
     """
     path = Path(init_from) / "config.json"
     if path.is_file() or revision is None:

@@ -23,7 +23,7 @@ def check_admitted(config: traits.Config) -> None:
 def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> None:
     """Raise UserError when a model's config.json has something that finlm does not train, or an unadmitted type.
 
-    `longest` is the number of tokens of the longest sequence, 0 if unknown.
+    `longest` is the longest sequence in tokens, 0 if unknown; only forms of RoPE that change beyond a length limit it.
     """
     refuse_unsupported(config, f"model.init_from: {init_from}", longest)
     check_admitted(config)

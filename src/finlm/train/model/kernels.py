@@ -277,8 +277,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (loss sum, losses [tokens]) of hidden [tokens, hidden], weight [rows, hidden], labels [tokens]; fp32.
 
-        `head` is (vocab_size, form of the logits): rows of weight from vocab_size on are padding. With `with_grad`,
-        computes the gradients here and keeps them for backward().
+        The losses carry no gradient and are 0 for IGNORED. `head` is (vocab_size, form of the logits): rows of weight
+        from vocab_size on are padding. With `with_grad`, computes the gradients here and keeps them for backward(),
+        which fails without.
         """
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if with_grad else None

@@ -303,7 +303,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         longest = max(len(prompt["prompt_ids"]) for prompt in prompts)
 
         def reward(numbers: list[int]) -> torch.Tensor:
-            """Return the rewards of answers to the prompts with these indices: [indices, terms], on the device."""
+            """Answer the prompts with these indices; return rewards [indices, terms] on the device, NaN for None."""
             batch = [prompts[number] for number in numbers]
             noise = None if keys is None else keys[numbers]
             ids, _ = self._generate_answers([prompt["prompt_ids"] for prompt in batch], noise, longest)
