@@ -375,10 +375,10 @@ def recipe_or_run(text: str | Path) -> Path:
 
 
 def recipe_file(text: str | Path) -> Path:
-    """Return the path of the recipe that a short name means.
+    """Return the path of the recipe that a file, folder, run or short name means.
 
     Of a recipe that came with finlm it may be recipes/<family>/<stage>.yaml, which parents.find_shipped() finds. Raises
-    UserError, with the nearest name, if there is none.
+    UserError, with the nearest name, for no such recipe or run, several that fit, or a file of data.
     """
     from finlm.recipe import parents
 

@@ -131,7 +131,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Run `finlm diagnose`: print the cause of a failed run from its logs; return the exit code. Raises UserError."""
+    """Run `finlm diagnose`: print why a run failed; return 0 if nothing was fatal, 1 for a cause, 2 without logs."""
     from finlm.diagnose import command
 
     lang = options.lang or ("en" if options.json else language.current())  # the environment changes no JSON

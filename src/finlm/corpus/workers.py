@@ -186,7 +186,7 @@ def _allow_open_files(wanted: int) -> int:
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text; "" if it cannot be read."""
+    """Return a UTF-8 file's text; "" on OSError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -230,7 +230,10 @@ def _check_limits(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
 
 
 def ops_to_build(plan: Plan) -> set[str]:
-    """Return the names of DeepSpeed's C++ ops that this plan compiles at first use, for offloading."""
+    """Return the DeepSpeed C++ ops that offloading compiles at first use.
+
+    cpu_adam for an optimizer in host memory or on NVMe; async_io and pin_memory for anything on NVMe.
+    """
     places = {plan.offload_optimizer, plan.offload_param}
     ops = {"cpu_adam"} if plan.offload_optimizer in ON_HOST else set()
     return ops | ({"async_io", "pin_memory"} if "nvme" in places else set())

@@ -77,7 +77,10 @@ def parts() -> list[tuple[str, type[Section]]]:
 
 
 def _below(made_of: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    """Yield (dotted key, class) of the sections below a section, each before those inside it."""
+    """Yield (dotted key, class) of the sections inside a section, outer ones first; [i] is a list's, .NAME a mapping's.
+
+    `prefix`, "" or ending in a dot, begins each key.
+    """
     for name, field in made_of.model_fields.items():
         for inner, suffix in _sections(field.annotation):
             yield f"{prefix}{name}{suffix}", inner

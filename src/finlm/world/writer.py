@@ -135,7 +135,7 @@ def _lines(source: str, rows: Iterator[Row]) -> Iterator[str]:
 
 
 def _write_one(path: Path, lines: Iterator[str]) -> None:
-    """Write lines to a gzip file, which appears under its name only when it is whole, over a former one."""
+    """Write lines, which have their newlines, to a gzip file that replaces `path` only when it is whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as raw:

@@ -195,11 +195,11 @@ def fingerprint(path: Path, follow: bool) -> str | None:
 
 
 def prepare(request: Request) -> Prepared:
-    """Decide whether this host may be written to, remove files that are gone at the source, and record what will come.
+    """Decide whether this host may be written to, and if so ("ready") prepare its trees for what will come.
 
-    Removes only files that an earlier sync recorded, and writes only if the state is "ready". With `dry_run`, writes
-    and removes nothing. `changed` counts the files that differ; without `dry_run`, only those that were not recorded
-    before. Raises OSError, and ValueError for a damaged record.
+    Removes files that an earlier sync recorded and the source no longer has, creates directories, keeps what a cut
+    rsync left, and records the files to come. With `dry_run`, changes nothing. `changed` counts the files that differ;
+    without `dry_run`, only those that were not recorded before. Raises OSError, and ValueError for a damaged record.
     """
     root = local(request.root)
     if _is_shared(request):

@@ -123,10 +123,10 @@ def delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (output, inverse): the gated delta rule within documents, and what its backward pass needs.
 
-    q and k are [tokens, key heads, size] and are scaled to length 1 here; v and the output are [tokens, value heads,
-    size]. `decay`, the logarithm of what is left of the state, and `beta`, the share that is written, are [tokens,
-    value heads]. `bounds` has the index at which each document begins and, at its end once or more, the number of
-    tokens. inverse, [tokens, value heads, DELTA_CHUNK], has no values without flash-linear-attention.
+    q and k are [tokens, key heads, size]; both are scaled to length 1 here, and q by size ** -0.5. v and the output are
+    [tokens, value heads, size]. `decay`, the logarithm of what is left of the state, and `beta`, the share that is
+    written, are [tokens, value heads]. `bounds` has the index at which each document begins and, once or more, the
+    number of tokens. inverse, [tokens, value heads, DELTA_CHUNK], has no values on CPU or without flash-linear-attention.
     """
     if not _uses_kernels(q):
         return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _new_inverse(q, v)

@@ -92,8 +92,9 @@ def _attend(
     """Write the attention of query heads that share a key head. Grid: rows, key heads, parts of the keys.
 
     With one part (SPLITS 1), writes final outputs. With several, writes for each part the sums, the softmax maximum
-    (`most`) and the softmax sum (`total`), which _merge joins. `reach`, `prompts` and `sources` are the `bounds` of
-    attend(), which describes the other arguments; G is `groups` filled up, `span` the keys of a part.
+    (`most`) and the softmax sum (`total`), which _merge joins: [rows, heads, parts], the sums with the head size after
+    it. `reach`, `prompts` and `sources` are the `bounds` of attend(). D and G are the head size and `groups` filled up
+    to powers of two, B the keys read at once, `span` the keys of a part.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, width = tl.arange(0, G), tl.arange(0, D)
