@@ -285,7 +285,7 @@ def _list_differences(old: Mapping[str, Any], plan: Plan) -> list[str]:
 
 
 def _list_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
-    """Return (step, directory) of this run's and its origin's checkpoints here, then later ones that others may have."""
+    """Return (step, directory) of the run's and its origin's checkpoints here, then later ones that others may hold."""
     checkpoints = [*run.continued_checkpoints(), *run.complete_checkpoints()]
     for written in sorted((run.recorded_checkpoint(), run.recorded_in_memory())):
         if written > max((step for step, _ in checkpoints), default=0):

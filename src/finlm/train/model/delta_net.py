@@ -125,8 +125,8 @@ def delta_rule(
 
     q and k are [tokens, key heads, size]; both are scaled to length 1 here, and q by size ** -0.5. v and the output are
     [tokens, value heads, size]. `decay`, the logarithm of what is left of the state, and `beta`, the share that is
-    written, are [tokens, value heads]. `bounds` has the index at which each document begins and, once or more, the
-    number of tokens. inverse, [tokens, value heads, DELTA_CHUNK], has no values on CPU or without flash-linear-attention.
+    written, are [tokens, value heads]. `bounds` has where each document begins and then, once or more, the number of
+    tokens. inverse, [tokens, value heads, DELTA_CHUNK], has no values on CPU or without flash-linear-attention.
     """
     if not _uses_kernels(q):
         return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _new_inverse(q, v)
