@@ -84,6 +84,8 @@ def test_of_two_hosts_lost_at_once_a_spare_takes_the_place_of_one(tmp_path: Path
         cluster[2].power_off()
         second = successor(cluster, first)
         training.reach(3)
-        assert [row["action"] for row in second.read_events("restart")] == ["n3 in the place of n1, without n2"]
+        # Hosts lost between a checkpoint and its copy are waited for first: "again".
+        actions = [row["action"] for row in second.read_events("restart") if row["action"] != "again"]
+        assert actions == ["n3 in the place of n1, without n2"]
         training.kill_all(signal.SIGTERM)
         training.over()
