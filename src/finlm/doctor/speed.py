@@ -189,8 +189,7 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
     usual = _usual_speed(cluster, pairs)
     between = plan.device == "cuda" or len(cluster.hosts) > 1  # CPU ranks of one host share nothing but its cores
     slow = [ranks for ranks, speed in pairs.items() if between and speed < SLOW[plan.device] * usual]
-    names, faults = _name_ranks(plan, cluster), list[HostFault]()
-    hosts = [host.name for host in cluster.hosts for _ in range(host.slots)]
+    names, hosts, faults = _name_ranks(plan, cluster), _rank_hosts(cluster), list[HostFault]()
     look = "`ethtool CARD` shows the speed of a card and `ip -s link` its errors; check cable, port and firewall"
     if len(cluster.hosts) == 1:
         look = "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` show how the GPUs are linked"
@@ -234,10 +233,15 @@ def _usual_speed(cluster: Cluster, pairs: Mapping[Ranks, float]) -> float:
     return statistics.median(max(speed for ranks, speed in pairs.items() if rank in ranks) for rank in ends)
 
 
+def _rank_hosts(cluster: Cluster) -> list[str]:
+    """Return the name of each rank's host, in the order of the ranks."""
+    return [host.name for host in cluster.hosts for _ in range(host.slots)]
+
+
 def _name_ranks(plan: Plan, cluster: Cluster) -> list[str]:
     """Return each rank's name for people: its host, or "GPU n" (CPU: "rank n") when there is a single host."""
     if len(cluster.hosts) > 1:
-        return [host.name for host in cluster.hosts for _ in range(host.slots)]
+        return _rank_hosts(cluster)
     kind = "GPU" if plan.device == "cuda" else "rank"
     return [f"{kind} {rank}" for rank in range(cluster.world_size)]
 

@@ -93,8 +93,9 @@ class Copier:
                 begins_on_disk = row["kind"] == "start" and not self.run.checkpoint(row["step"]).is_symlink()
                 if begins_on_disk or row["kind"] in ("checkpoint", "rollback"):
                     due, not_before = row["step"], 0.0
+                if row["kind"] == "rollback" and not self.has_ranks_here:  # ranks here do it
                     for step, directory in self.run.complete_checkpoints():
-                        if row["kind"] == "rollback" and step > due and not self.has_ranks_here:  # ranks here do it
+                        if step > due:
                             checkpoints.remove(directory)
             if due and time.monotonic() >= not_before:
                 try:

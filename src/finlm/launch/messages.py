@@ -150,8 +150,10 @@ def read_request(line: str) -> Request | None:
     Raises ValueError if the line is not JSON, KeyError or TypeError if it is no request.
     """
     fields = json.loads(line)
+    if fields["do"] in list(Command):
+        return Command(fields["do"])
     request: Request | None = _read(REQUESTS, fields, fields["do"])
-    return Command(fields["do"]) if fields["do"] in list(Command) else request
+    return request
 
 
 def read_reply(line: bytes) -> Reply | None:

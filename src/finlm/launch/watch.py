@@ -181,8 +181,11 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
         exits += [(when, s.node, rank, missed if code == MISSED else code) for when, rank, code in s.exits if code]
     exits.sort()
     # A rank that lost its connection to another rank says so in its last lines, and is not the cause.
-    tails = {rank: _read_tail(log_of(run, sessions[node], rank), 40) for _, node, rank, _ in exits}
-    causes = [end for end in exits if end[3] < 0 or not _CONSEQUENCE.search(tails[end[2]])]
+    causes = [
+        (when, node, rank, code)
+        for when, node, rank, code in exits
+        if code < 0 or not _CONSEQUENCE.search(_read_tail(log_of(run, sessions[node], rank), 40))
+    ]
     if causes or not (gone := _explain_lost_host(run, sessions, words, now, bool(exits))):
         _, node, rank, code = (causes or exits)[0]
         return _explain_failed_rank(run, sessions[node], rank, code, words)
