@@ -74,7 +74,8 @@ def test_with_copies_a_lost_host_is_replaced_or_left_out_and_the_losses_are_thos
     assert f"n1 gets step {copied} from this machine" in said and starts(run) == [0, copied]
     last = list(run.read_events("checkpoint"))[-1]["step"]  # a later one may lie there from before the loss
     assert Manifest.read(run.checkpoint(last)).is_whole, "the one of the end was copied too"
-    assert len(run.complete_checkpoints()) <= 3, "old ones go with their copies"
+    kept_steps = [step for step, _ in run.complete_checkpoints() if step <= last]
+    assert len(kept_steps) <= 3, "old ones go with their copies"
     own = losses(run)
 
     pair[1].power_off()
