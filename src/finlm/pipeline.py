@@ -264,10 +264,11 @@ def check_hosts(t: Training) -> None:
 
 
 def open_run(t: Training) -> None:
-    """Set t.run to t.resumed, else to a new run directory.
+    """Set t.run to t.resumed, else make a new run directory and set t.run to it.
 
-    With t.extends that continues the newest finished run, else, unless t.new, an unfinished run of the same training if
-    there is one. Raises UserError when that run cannot be continued.
+    A new run goes on from a copied checkpoint: of the newest finished run with t.extends, else, unless t.new, of an
+    unfinished run of the same training if there is one. Raises UserError when t.extends has no such run, or it cannot
+    be continued.
     """
     if t.resumed is not None:
         t.run = t.resumed

@@ -128,7 +128,10 @@ def _can_run(model_type: str, left_out: str) -> bool:
 
 
 def _measure(config: Any) -> dict[str, Any]:
-    """Return bytes, norms and copies of a bf16 layer as fields of TypeRecord. UserError for a norm of unknown width."""
+    """Run a bf16 model of a small_config(); return norm_bytes, router_bytes, ffn_bytes, bare_norms, copies_output.
+
+    Raises UserError for a norm of unknown width, and whatever transformers raises.
+    """
     config = copy.deepcopy(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd

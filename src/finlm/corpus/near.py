@@ -312,7 +312,7 @@ class Verifier:
                 yield int(numbers[places[0]]), places, inside[places]
 
     def _read(self, ids: Ids) -> tuple[bytes, Ids]:
-        """Return (UTF-8 texts end to end, byte offset of the end of each); `ids` must ascend."""
+        """Return (UTF-8 texts of `ids` end to end in their order, byte offset of the end of each)."""
         numbers, inside = self._catalog.locate(ids)
         texts = []
         for number, place in zip(numbers.tolist(), inside.tolist(), strict=True):

@@ -214,14 +214,15 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Worker processes of this machine, at most `asked`. With is_shown, prints the limit that allows fewer."""
+    """Worker processes of this machine, at most `asked`."""
 
     def __init__(self, asked: int, *, is_shown: bool = False) -> None:
+        """Keep them; start nothing. `is_shown`: print which limit allows fewer workers than `asked`."""
         self._asked, self._is_shown = asked, is_shown
 
     @cached_property
     def count(self) -> int:
-        """The largest number of workers, computed once; prints the limit that binds if is_shown."""
+        """The largest number of workers; computed, and with is_shown its limit printed, on first use."""
         count, sentence = limit_workers(self._asked, limits(self._asked))
         if sentence and self._is_shown:
             screen.say(sentence)

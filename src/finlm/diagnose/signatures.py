@@ -111,7 +111,10 @@ class Signatures:
         return [Ending.of(rule) for rule in read_yaml(self.rules)]
 
     def matches(self, logs: Sequence[Log]) -> Matches:
-        """Return {regular expression: [(hit, match)]} for the hits of these logs, in reading order."""
+        """Return {regular expression: [(hit, match)]} for the hits of these logs, in reading order.
+
+        The expressions are those of the signatures, also what excludes them, IGNORED and LAUNCH_MARKS.
+        """
         matches: Matches = {}
         for log in logs:
             for hit in log.hits:

@@ -155,7 +155,7 @@ def gather(
 
 
 def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new_keys: bool = False) -> dict[str, HostFacts]:
-    """Return {host: facts} with only `memory` and `gpu`, or only `failed` for a host that could not be asked.
+    """Ask hosts for memory and GPUs; return {host: facts}, with `errors` of a failed probe, `failed` if unreachable.
 
     `accept_new_keys` stores unknown ssh host keys.
     """

@@ -38,10 +38,10 @@ _TOKEN = secrets.token_hex(32)  # of all clusters of this process: Ray reads it 
 def start_ray(recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator[str]:
     """Start Ray on all hosts, yield the cluster's address "ip:port", and end all its processes after the block.
 
-    Each host has at most data.num_proc workers, this machine none unless `hosts` has it. Sets Ray's token and address
-    in os.environ during the block. `accept_new_keys` stores unknown ssh host keys. Raises UserError, naming the host,
-    when a host cannot be reached, has no Ray or another version, or Ray does not start there; FileNotFoundError without
-    ssh.
+    Each host has at most data.num_proc workers, this machine none unless `hosts` has it. During the block os.environ
+    has Ray's token and, as RAY_NODE_IP_ADDRESS, this machine's address. `accept_new_keys` stores unknown ssh host keys.
+    Raises UserError, naming the host, when a host cannot be reached, has no Ray or another version, or Ray does not
+    start there; FileNotFoundError without ssh.
     """
     here, remote = ssh.split_local(hosts.hosts)
     head = _Node(here[0] if here else Host("this machine", 1), is_local=True)

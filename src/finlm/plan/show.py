@@ -286,7 +286,7 @@ class Consequence:
 
 
 def _offload(plan: Plan) -> str:
-    """Return in words where the plan keeps optimizer states and parameters."""
+    """Return "optimizer X, parameters Y"; X and Y are none, cpu or nvme."""
     return f"optimizer {plan.offload_optimizer}, parameters {plan.offload_param}"
 
 

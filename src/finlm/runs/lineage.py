@@ -420,9 +420,9 @@ def other_hosts(
 ) -> Iterator[tuple[Cluster, str]]:
     """Yield (cluster, what is done, in words) for each cluster that may go on without lost hosts, the best first.
 
-    `lost` has their names, and whether they may come back. First usable spares take their places, then the others go on
-    alone. Asks the spares over ssh for their GPUs, and prints why a spare cannot be used. `accept_new_keys` stores
-    unknown ssh host keys.
+    `lost` maps names to whether the host may come back, and so stays among the spares or those away. Usable spares
+    replace lost hosts: all of them, then without the first, and so on; last the others go on alone. First asks every
+    spare over ssh for its GPUs, and prints why it cannot be used. `accept_new_keys` stores unknown ssh host keys.
     """
     usable, silent = list[Host](), restart.list_silent(hosts.spares)
     for spare in hosts.spares:

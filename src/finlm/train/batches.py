@@ -383,7 +383,10 @@ def evaluate(
 
 
 def proof_ids(shards: Shards, recipe: Settings) -> list[int]:
-    """Return the first ids, at most PROOF_TOKENS and a row, of the first held-out shard, or else training shard."""
+    """Return the first ids, at most PROOF_TOKENS and a row, of the first held-out shard, or else training shard.
+
+    With sft.hide_eos, </s> is left out of them.
+    """
     shard = [*shards.split("held_out"), *shards.split("train")][0]
     # Without </s> where training hides it from attention: the export does not.
     hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None

@@ -161,7 +161,7 @@ def income_tax(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 
 def bond_coupon(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Return (the bond's coupon, wrong ones: without the premium for its term, and those of all grades)."""
+    """Return (the coupon, choices: without the premium for its term, and of each grade, its own too; shuffled)."""
     term, n = int(facts["term"]), facts.numbers
     slips = [n["cpn"] - n["premium"]] + [coupon(grade, term) for grade, _ in RATINGS]
     return decimal(n["cpn"]) + "%", [decimal(slip) + "%" for slip in dice.shuffle(slips)]
