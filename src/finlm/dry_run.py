@@ -28,7 +28,7 @@ def print_steps(t: pipeline.Training) -> None:
     for step in pipeline.STEPS:
         state, words = known.get(step.name, (TO_DO, step.does))
         screen.show(f"  {step.name:<14} {state:<6} {words}")
-    screen.show("nothing was started or written; the same command without --dry-run does the steps to do")
+    screen.show("nothing was started; the same command without --dry-run does the steps to do")
 
 
 Known = dict[str, tuple[str, str]]  # state and words of a step, by its name
