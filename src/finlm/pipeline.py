@@ -267,8 +267,7 @@ def open_run(t: Training) -> None:
     """Set t.run to t.resumed, else make a new run directory and set t.run to it.
 
     A new run goes on from a copied checkpoint: of the newest finished run with t.extends, else, unless t.new, of an
-    unfinished run of the same training if there is one. Raises UserError when t.extends has no such run, or it cannot
-    be continued.
+    unfinished run of this training, if any. UserError if t.extends finds no run, or a run cannot be continued.
     """
     if t.resumed is not None:
         t.run = t.resumed
