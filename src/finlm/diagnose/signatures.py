@@ -111,10 +111,7 @@ class Signatures:
         return [Ending.of(rule) for rule in read_yaml(self.rules)]
 
     def matches(self, logs: Sequence[Log]) -> Matches:
-        """Return {regular expression: [(hit, match)]} for the hits of these logs, in reading order.
-
-        The expressions are those of the signatures, also what excludes them, IGNORED and LAUNCH_MARKS.
-        """
+        """Return {regular expression: [(hit, match)]} of signatures, exclusions, IGNORED, LAUNCH_MARKS, as logs read."""
         matches: Matches = {}
         for log in logs:
             for hit in log.hits:
