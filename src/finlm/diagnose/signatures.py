@@ -111,7 +111,7 @@ class Signatures:
         return [Ending.of(rule) for rule in read_yaml(self.rules)]
 
     def matches(self, logs: Sequence[Log]) -> Matches:
-        """Return {regular expression: [(hit, match)]} of signatures, exclusions, IGNORED, LAUNCH_MARKS, as logs read."""
+        """Return {expression: [(hit, match)]} of signatures, exclusions, IGNORED and LAUNCH_MARKS, in reading order."""
         matches: Matches = {}
         for log in logs:
             for hit in log.hits:
