@@ -7,4 +7,5 @@ cd "$(dirname "$0")/.."
 [[ "${1:-}" == "--help" ]] && { sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 0; }
 bash scripts/system_packages.sh
 bash scripts/setup.sh
+unset PYTHONDONTWRITEBYTECODE  # with it every process compiles the tests and finlm again
 PATH="$PWD/.venv/bin:$PATH" exec .venv/bin/python -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder "$@"
