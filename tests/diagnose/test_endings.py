@@ -503,6 +503,23 @@ def test_a_readers_end_of_file_is_not_what_its_dead_child_died_of(findings: Of) 
     assert findings(TRACEBACK + "EOFError\n")[0].cause == "unknown"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+        "One or more workers failed",
+        "Ray workers have not started successfully.",
+        "Server process terminated unexpectedly during startup",
+        "Background loop is not running. If it was running, inspect the output to find the stacktrace of the error",
+    ],
+)
+def test_a_parent_that_only_tells_of_a_dead_child_does_not_hide_what_it_died_of(said: str, findings: Of) -> None:
+    library = 'Traceback (most recent call last):\n  File "/opt/site-packages/tool/core.py", line 1, in run\n    go()\n'
+    died = "RuntimeError: phase.weight: wanted 4 heads"
+    (found,) = findings(library + f"RuntimeError: {said}\nloading\n" + library + died + "\n")
+    assert found.evidence.splitlines()[0] == died
+
+
 def test_a_request_that_failed_is_no_failure_of_the_server_that_answers_the_next(findings: Of) -> None:
     failed = "ERROR 08-14 13:42:42 [serving.py:1] ValueError: The prompt has too many tokens\n"
     answered = 'INFO:     10.0.0.5:41238 - "POST /v1/completions HTTP/1.1" 200 OK\n'
