@@ -432,7 +432,7 @@ WORDINGS = [
     ("hydra.errors.InstantiationException: Top level config has to be OmegaConf DictConfig", "bad_arguments"),
     ("ValueError: The model did not return a loss from the inputs, only: logits", "batch_not_padded"),
     ("***    MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort)", "unknown"),
-    ("ValueError: 14 attention heads must be divisible by tensor parallel size (4).", "bad_arguments"),
+    ("ValueError: 14 attention heads must be divisible by tensor parallel size (4).", "parallel_sizes_mismatch"),
     (
         "RuntimeError: Failed to import a.b because of the following error:\nNo module named 'vllm.lora'",
         "package_versions",
