@@ -135,6 +135,27 @@ def test_an_error_that_training_survived_is_not_what_it_died_of_later(findings: 
     assert findings(OOM + steps + TRACEBACK + "KeyError: 'phase'\n")[0].kind == "code_error"
 
 
+def test_exceptions_that_were_caught_before_lightning_reached_its_last_step_are_no_cause(findings: Of) -> None:
+    caught = (
+        TRACEBACK + "json.decoder.JSONDecodeError: Expecting value: line 1 column 1\nWARNING: taken as text\n"
+    ) * 3
+    assert findings(caught)[0].cause == "json_malformed"
+    assert not findings(caught + "`Trainer.fit` stopped: `max_steps=30` reached.\n")
+
+
+def test_a_line_repeated_a_thousand_times_is_one_cause_and_no_unknown_one(findings: Of) -> None:
+    (found,) = findings("loading\n" + (TRACEBACK + "OSError: [Errno 24] Too many open files\n") * 1000)
+    assert found.cause == "too_many_open_files"
+
+
+def test_an_embedding_of_another_width_is_of_another_model_and_not_of_another_vocabulary(findings: Of) -> None:
+    line = "\tsize mismatch for lm_head.weight: copying a param with shape torch.Size([{}]) from checkpoint, the shape"
+    line += " in current model is torch.Size([{}]).\n"
+    head = TRACEBACK + "RuntimeError: Error(s) in loading state_dict for LlamaForCausalLM:\n"
+    assert findings(head + line.format("429, 32", "429, 64"))[0].cause == "state_dict_mismatch"
+    assert findings(head + line.format("429, 64", "512, 64"))[0].cause == "vocab_size_mismatch"
+
+
 def test_the_shells_word_after_an_exception_is_not_its_message(findings: Of) -> None:
     log = (
         TRACEBACK

@@ -47,8 +47,11 @@ DIED = re.compile(
     rb"^(?:\S{0,40}\s)?(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ",
     re.MULTILINE,
 )
+FINISHED = re.compile(rb"`Trainer\.fit` stopped: `max_\w+=\d+` reached")  # Lightning, whose bar tells no steps apart
 ENDED_WELL = re.compile(
     rb"exits successfully|Training completed|\*\*\* train metrics|Successfully completed\.|'status': 'finished'|"
+    + FINISHED.pattern
+    + b"|"
     + TRAINER_ENDS.encode()
 )
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
@@ -162,12 +165,13 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     explained = {(c.hit.source, c.hit.line) for c in candidates}
     rest = [c for c in _counting(unknown, matches, by_name) if (c.hit.source, c.hit.line) not in explained]
     raised_lines = {(r.hit.source, r.hit.line) for r in shown}
+    told = {c.hit.text for c in candidates}  # of a line that is repeated, only so many hits are kept
     rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
     rest = [c if DERIVED.search(c.hit.text) else _by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
     for raised in shown:
-        if any(raised.covers(c.hit) for c in candidates) or _is_harmless(
-            raised.hit, by_name[raised.hit.source], "unknown"
-        ):
+        if raised.hit.text in told or any(raised.covers(c.hit) for c in candidates):
+            continue
+        if _is_harmless(raised.hit, by_name[raised.hit.source], "unknown"):
             continue
         level = "unknown" if raised.derived else "symptom"
         pattern = replace(_UNKNOWN, level=level)
@@ -345,8 +349,11 @@ def _is_harmless(hit: Hit, log: Log, level: str) -> bool:
         return True
     if level != "cause" and log.last_match(SERVES) > max(hit.last, log.last_match(DIED)):
         return True  # one request failed, and the server answers the next
-    if log.is_followed_by(DIED, hit.last):  # what counts then is whether training outlived that too
-        death = log.last_match(DIED)
+    died = log.is_followed_by(DIED, hit.last)
+    death = log.last_match(DIED) if died else hit.last
+    if log.is_followed_by(FINISHED, death):
+        return True
+    if died:  # what counts then is whether training outlived that too
         steps, ended_well = log.steps_after(death), log.is_followed_by(ENDED_WELL, death)
     enough = 2 if level == "unknown" or _GOES_ON.search(hit.text) else GOES_ON_STEPS
     return steps >= enough or (ended_well and (steps > 1 or level == "unknown"))  # the summary line counts as one
