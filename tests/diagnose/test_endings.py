@@ -156,6 +156,12 @@ def test_an_embedding_of_another_width_is_of_another_model_and_not_of_another_vo
     assert findings(head + line.format("429, 64", "512, 64"))[0].cause == "vocab_size_mismatch"
 
 
+def test_an_exception_that_quotes_a_whole_traceback_gives_way_to_the_one_it_quotes(findings: Of) -> None:
+    inner = TRACEBACK + "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xf6 in position 6: invalid start byte\n"
+    (found,) = findings(TRACEBACK + "RuntimeError: We met the following error " + inner + ".\n")
+    assert found.evidence.startswith("UnicodeDecodeError")
+
+
 def test_the_shells_word_after_an_exception_is_not_its_message(findings: Of) -> None:
     log = (
         TRACEBACK

@@ -48,12 +48,8 @@ DIED = re.compile(
     re.MULTILINE,
 )
 FINISHED = re.compile(rb"`Trainer\.fit` stopped: `max_\w+=\d+` reached")  # Lightning, whose bar tells no steps apart
-ENDED_WELL = re.compile(
-    rb"exits successfully|Training completed|\*\*\* train metrics|Successfully completed\.|'status': 'finished'|"
-    + FINISHED.pattern
-    + b"|"
-    + TRAINER_ENDS.encode()
-)
+_ENDS = rb"exits successfully|Training completed|\*\*\* train metrics|Successfully completed\.|'status': 'finished'"
+ENDED_WELL = re.compile(b"|".join((_ENDS, FINISHED.pattern, TRAINER_ENDS.encode())))
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 # The line itself says what is done instead.
@@ -167,7 +163,7 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     raised_lines = {(r.hit.source, r.hit.line) for r in shown}
     told = {c.hit.text for c in candidates}  # of a line that is repeated, only so many hits are kept
     rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
-    rest = [c if DERIVED.search(c.hit.text) else _by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
+    rest = [_by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
     for raised in shown:
         if raised.hit.text in told or any(raised.covers(c.hit) for c in candidates):
             continue
@@ -191,8 +187,11 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
 def _by_rule(candidate: _Candidate, frames: Sequence[str], source: str, signatures: Signatures) -> _Candidate:
     """Return the candidate with the cause of the first rule for endings that fits it, else unchanged.
 
-    `frames` are those of its traceback, `source` is the last frame's line of code; both may be empty.
+    `frames` are those of its traceback, `source` is the last frame's line of code; both may be empty. What only reports
+    another's death gets level "unknown".
     """
+    if DERIVED.search(candidate.hit.text):
+        return replace(candidate, pattern=replace(_UNKNOWN, level="unknown"))
     for ending in signatures.endings:
         facts = ending.facts(candidate.hit.text, frames, source)
         if facts is not None:

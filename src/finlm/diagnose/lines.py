@@ -255,8 +255,8 @@ DERIVED = re.compile(
     r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$|"
     r"failed to get register_center_actor|[Ss]ee root cause above|check the stack trace above|"
     r"Background loop (?:has errored|is not running)|Task finished unexpectedly|[Pp]rocess terminated unexpectedly|"
-    r"workers? (?:have not started|\S+ failed to initialize)|One or more workers failed|Executor failed|"
-    r"Error: .*\b(?:[Ss]erver|[Ee]ngine|[Ww]orker|[Pp]rocess|[Jj]ob|[Cc]hild|[Cc]ase)\b.{0,30}\b"
+    r"workers? (?:have not started|\S+ failed to initialize)|Traceback \(most recent|"
+    r"Error: .*\b(?:[Ss]erver|[Ee]ngine|[Ee]xecutor|[Ww]orkers?|[Pp]rocess|[Jj]ob|[Cc]hild|[Cc]ase)\b.{0,30}\b"
     r"(?:failed|died|crashed|exited)(?: unexpectedly| with (?:exit |return )?(?:code|status) \S+)?\.?$"
 )
 
