@@ -147,7 +147,7 @@ def test_the_command_works(command: str, shell: Shell, request: pytest.FixtureRe
     elif command.startswith("finlm drill"):
         tiny = [text for text in request.getfixturevalue("tiny") if not text.startswith(NOT_DRILLED)]
         command += f" --runs {tmp_path / 'runs'} " + " ".join(f"--set '{value}'" for value in tiny)
-        command += " --minutes 0.1 --every 3 --set train.cpu_ranks=1"  # one fault
+        command += " --minutes 0.25 --every 8 --set train.cpu_ranks=1"  # one fault, with time for a checkpoint before
     elif command.startswith("finlm board"):  # looked at once, then Ctrl-C
         look = "python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1])'"
         command = f'coproc board {{ exec {command} --port 0; }}; pid=$board_PID; read -r -u "${{board[0]}}" at; '

@@ -113,7 +113,7 @@ def test_every_signature_has_a_log_texts_in_two_languages_and_known_names() -> N
         for regex in [p.regex for p in signatures.all[entry["id"]].patterns] + entry.get("facts", []):
             groups |= set(re.compile(regex).groupindex)
         groups |= {name for p in signatures.all[entry["id"]].patterns for name, _ in p.says} | {"foreign"}
-        if not entry["patterns"]:  # facts of endings.yaml, and of lines.diverged
+        if not entry["patterns"]:  # facts of endings.yaml, and of read.diverged
             groups |= {"error", "why", "place", "package", "lowest", "last"}
         for key in ("title", "explain", "fix", "confirm"):
             assert set(entry[key]) == {"en", "zh"}, (entry["id"], key)

@@ -143,6 +143,28 @@ def test_exceptions_that_were_caught_before_lightning_reached_its_last_step_are_
     assert not findings(caught + "`Trainer.fit` stopped: `max_steps=30` reached.\n")
 
 
+def test_a_directory_that_a_finished_process_cannot_remove_is_no_cause_unless_the_log_ends_there(findings: Of) -> None:
+    held = (
+        'Traceback (most recent call last):\n  File "/x/multiprocess/util.py", line 3, in _remove_temp_dir\n    go()\n'
+    )
+    held += "OSError: [Errno 16] Device or resource busy: '.nfs0000000031bd1f10'\n"
+    assert not findings("saved model\n" + held + "Evaluating ... perplexity 6.83\ndone.\n")
+    assert findings("saved model\n" + held)[0].cause == "nfs_stale"
+
+
+@pytest.mark.parametrize(
+    "aside",
+    [
+        "[TP0] Ignore import error when loading sglang.x. cannot import name 'AutoProcessor' from 'transformers'",
+        "WARNING scheduler.py:1299] Sequence group 7f0d is preempted by PreemptionMode.RECOMPUTE mode",
+        "warning: failed to mlock 617709568-byte buffer: Cannot allocate memory",
+        "WARNING: composer: CUDA out of memory detected. Train microbatch size will be decreased from 16 -> 8.",
+    ],
+)
+def test_what_a_program_works_around_and_says_so_is_no_cause(aside: str, findings: Of) -> None:
+    assert not findings(f"starting\n{aside}\nloading\n")
+
+
 def test_a_line_repeated_a_thousand_times_is_one_cause_and_no_unknown_one(findings: Of) -> None:
     (found,) = findings("loading\n" + (TRACEBACK + "OSError: [Errno 24] Too many open files\n") * 1000)
     assert found.cause == "too_many_open_files"
@@ -443,7 +465,7 @@ WORDINGS = [
         "tensors_apart",
     ),
     ("RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly", "host_memory_insufficient"),
-    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (80x512 and 1x393216)", "tensor_shapes"),
+    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (80x512 and 1x393216)", "quantized_model"),
     ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (80x512 and 0x512)", "ds_zero3_param_not_gathered"),
     ("AssertionError: assert quant_state is not None", "quantized_model"),
     ("TypeError: __init__() got an unexpected keyword argument 'prediction_loss_only'", "transformers_arg_removed"),

@@ -12,19 +12,8 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finlm.diagnose.lines import (
-    DERIVED,
-    GOES_ON_AFTER,
-    LAST_WORDS,
-    Hit,
-    Log,
-    Raised,
-    clean,
-    diverged,
-    exceptions,
-    tail_lines,
-)
-from finlm.diagnose.read import TRAINER_ENDS, frame_before, is_of_library
+from finlm.diagnose.lines import DERIVED, GOES_ON_AFTER, LAST_WORDS, Hit, Log, Raised, clean, exceptions, tail_lines
+from finlm.diagnose.read import TRAINER_ENDS, diverged, frame_before, is_of_library
 from finlm.diagnose.signatures import (
     IGNORED,
     PLACEHOLDER,
@@ -53,7 +42,9 @@ ENDED_WELL = re.compile(b"|".join((_ENDS, FINISHED.pattern, TRAINER_ENDS.encode(
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 # The line itself says what is done instead.
-_GOES_ON = re.compile(r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b")
+_GOES_ON = re.compile(
+    r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping|Error while downloading from)\b"
+)
 _ERROR = re.compile(
     r"(?i)error|exception|fatal|abort|NCCL WARN|terminate|kill|assert|traceback|segmentation|not found|denied|"
     r"fail|timed? ?out|what\(\)|unable|cannot|refused|unreachable|mismatch|"
@@ -158,6 +149,8 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     for signature in signatures.all.values():
         if signature is not unknown:
             candidates += _counting(signature, matches, by_name)
+    idle = [r for r in shown if r.is_idle and by_name[r.hit.source].rest(r.hit.offset).strip()]
+    candidates = [c for c in candidates if not any(r.covers(c.hit) for r in idle)]
     explained = {(c.hit.source, c.hit.line) for c in candidates}
     rest = [c for c in _counting(unknown, matches, by_name) if (c.hit.source, c.hit.line) not in explained]
     raised_lines = {(r.hit.source, r.hit.line) for r in shown}
@@ -165,7 +158,7 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
     rest = [_by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
     for raised in shown:
-        if raised.hit.text in told or any(raised.covers(c.hit) for c in candidates):
+        if raised in idle or raised.hit.text in told or any(raised.covers(c.hit) for c in candidates):
             continue
         if _is_harmless(raised.hit, by_name[raised.hit.source], "unknown"):
             continue

@@ -63,6 +63,10 @@ _PIP = re.compile(
 )
 _SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s*#(?:SBATCH|BSUB|PBS|\$) |^export \w+=")
 _HELP = re.compile(r"^usage: |^\s+\[-")
+# Of what a program works around, and says so.
+_ASIDE = re.compile(
+    r"Ignore import error when loading|is preempted by PreemptionMode|failed to mlock|batch ?size will be decreased"
+)
 _CONFIG = re.compile(r"\[config\.py:\d+:print")  # DeepSpeed lists every key, also those that harm nobody
 
 
@@ -92,7 +96,7 @@ def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
 
 
 def kind(text: str, before: list[str]) -> str:
-    """Return "source", "pip", "scheduler", "help" or "config" for a line by which the program states nothing; else "".
+    """Return "source", "pip", "scheduler", "help", "config" or "aside" for a line that states no failure; else "".
 
     `before` has the raw lines before it.
     """
@@ -104,10 +108,8 @@ def kind(text: str, before: list[str]) -> str:
                 return "source"
             if not line.startswith("    "):
                 break
-    for name, expression in (("pip", _PIP), ("scheduler", _SCHEDULER), ("help", _HELP), ("config", _CONFIG)):
-        if expression.search(text):
-            return name
-    return ""
+    kinds = {"pip": _PIP, "scheduler": _SCHEDULER, "help": _HELP, "config": _CONFIG, "aside": _ASIDE}
+    return next((name for name, expression in kinds.items() if expression.search(text)), "")
 
 
 def moment(text: str) -> float | None:
@@ -150,7 +152,7 @@ LAST_WORDS = re.compile(
     r": (?:fatal|error): |command not found|_InactiveRpcError|(?:^|[.:!] )[Aa]bort(?:ing|ed)\b(?! \w+:)|"
     r"\b(?:is|was|been|[Jj]ob|[Rr]un|[Tt]raining|[Pp]rocess|[Ee]xecution) [Aa]bort(?:ed|ing)\b|"
     r"\b(?:[Tt]raining|[Ff]ine-?[Tt]un(?:e|ing)|[Jj]ob|[Pp]rocess|[Rr]un|[Ww]orker|[Rr]ank \d+) (?:has |was |been )*"
-    r"(?:failed|killed|crashed|died)|"
+    r"(?:failed|killed|crashed|died)|\bexiting due to\b|\b(?:[Bb]uild|[Ll]oad|[Ee]xport|[Cc]ompil)\w* failed\b|"
     r"(?:训练|任务|进程|程序|运行|执行|加载|启动).{0,4}(?:失败|出错|异常|崩溃|被杀)|^(?:错误|报错|异常|失败)[:：]|"
     r"^(?!.*(?:warn|Warn|WARN)).*(?:unrecoverable|not responding|[Ss]ervice [Uu]navailable)|"
     + "|".join((_SHELL_ENDS, _RUNTIME_ENDS, _SCHEDULER_ENDS))
@@ -273,6 +275,9 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+_CLEAN_UP = re.compile(r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$")
+
+
 @dataclass
 class Raised:
     """An exception in a log: its line as a hit, the frame that raised it, and the lines of its message."""
@@ -296,6 +301,11 @@ class Raised:
         return self.hit.source, self.hit.host, self.hit.rank
 
     @property
+    def is_idle(self) -> bool:
+        """Whether a process raised it that had done its work and could not remove its temporary directory."""
+        return any(map(_CLEAN_UP.search, self.frames))
+
+    @property
     def derived(self) -> bool:
         """Whether the exception only reports the death of another process, or is cut off."""
         return self.is_cut or bool(DERIVED.search(self.hit.text))
@@ -313,28 +323,6 @@ class _Traceback:
     frames: list[str]
     source: str = ""
     between: int = 0
-
-
-_LOSS = re.compile(
-    r"(?<![\w/.-])(?:train(?:ing)?[_/ ])?loss['\"]?\s*[:=]?\s*['\"]?(?P<loss>\d+\.\d+(?:[eE][+-]?\d+)?)", re.IGNORECASE
-)
-# A model that learns does not leave its lowest loss so far behind for so many steps. Below SMALLEST_LOSS noise does.
-DIVERGED_TIMES, DIVERGED_BY, DIVERGED_STEPS, SMALLEST_LOSS = 4.0, 3.0, 5, 0.5
-
-
-def diverged(log: Log) -> tuple[Hit, dict[str, str]] | None:
-    """Return the last line with a training loss, and the facts `lowest` and `last`, if the loss went up for good.
-
-    The last losses in the stored end must all be far above the lowest there. None if not, or for fewer than 12 losses.
-    """
-    told = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if "oss" in line]
-    losses = [(float(match["loss"]), at) for at in told if (match := _LOSS.search(at[2]))]
-    lowest, last = min(losses)[0] if losses else 0.0, [loss for loss, _ in losses[-DIVERGED_STEPS:]]
-    if len(losses) < 12 or lowest < SMALLEST_LOSS or min(last) < max(DIVERGED_TIMES * lowest, lowest + DIVERGED_BY):
-        return None
-    number, offset, text = losses[-1][1]
-    hit = Hit(log.name, number, offset, text, *of_name(log.name), moment(text), last=offset)
-    return hit, {"lowest": f"{lowest:.4g}", "last": f"{last[-1]:.4g}"}
 
 
 def exceptions(log: Log) -> list[Raised]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import ahocorasick
 
-from finlm.diagnose.lines import FRAME, IN_LIBRARY, Hit, Log, clean, kind, moment, of_name, speaker
+from finlm.diagnose.lines import FRAME, IN_LIBRARY, Hit, Log, clean, kind, moment, of_name, speaker, tail_lines
 
 BLOCK_BYTES = 1 << 22
 LINE_BYTES = 4096  # of a longer line this much on either side of the match is looked at
@@ -391,3 +391,25 @@ def is_of_library(hit: Hit, kind: str) -> bool:
         return True
     frame = frame_before(hit)
     return "-packages/" in frame if kind == "installed" else bool(IN_LIBRARY.search(frame))
+
+
+_LOSS = re.compile(
+    r"(?<![\w/.-])(?:train(?:ing)?[_/ ])?loss['\"]?\s*[:=]?\s*['\"]?(?P<loss>\d+\.\d+(?:[eE][+-]?\d+)?)", re.IGNORECASE
+)
+# A model that learns does not leave its lowest loss so far behind for so many steps. Below SMALLEST_LOSS noise does.
+DIVERGED_TIMES, DIVERGED_BY, DIVERGED_STEPS, SMALLEST_LOSS = 4.0, 3.0, 5, 0.5
+
+
+def diverged(log: Log) -> tuple[Hit, dict[str, str]] | None:
+    """Return the last line with a training loss, and the facts `lowest` and `last`, if the loss went up for good.
+
+    The last losses in the stored end must all be far above the lowest there. None if not, or for fewer than 12 losses.
+    """
+    told = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if "oss" in line]
+    losses = [(float(match["loss"]), at) for at in told if (match := _LOSS.search(at[2]))]
+    lowest, last = min(losses)[0] if losses else 0.0, [loss for loss, _ in losses[-DIVERGED_STEPS:]]
+    if len(losses) < 12 or lowest < SMALLEST_LOSS or min(last) < max(DIVERGED_TIMES * lowest, lowest + DIVERGED_BY):
+        return None
+    number, offset, text = losses[-1][1]
+    hit = Hit(log.name, number, offset, text, *of_name(log.name), moment(text), last=offset)
+    return hit, {"lowest": f"{lowest:.4g}", "last": f"{last[-1]:.4g}"}
