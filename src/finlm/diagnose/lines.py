@@ -65,7 +65,8 @@ _SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s
 _HELP = re.compile(r"^usage: |^\s+\[-")
 # Of what a program works around, and says so.
 _ASIDE = re.compile(
-    r"Ignore import error when loading|is preempted by PreemptionMode|failed to mlock|batch ?size will be decreased"
+    r"Ignore import error when loading|is preempted by PreemptionMode|failed to mlock|batch ?size will be decreased|"
+    r"failed to shutdown the rendezvous|Error waiting on exit barrier|Cannot use FlashAttention-2 backend for"
 )
 _CONFIG = re.compile(r"\[config\.py:\d+:print")  # DeepSpeed lists every key, also those that harm nobody
 
@@ -255,7 +256,8 @@ DERIVED = re.compile(
     r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
     r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
     r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$|"
-    r"failed to get register_center_actor|[Ss]ee root cause above|check the stack trace above|"
+    r"CheckpointException ranks|RuntimeEnvSetupError|failed to get register_center_actor|"
+    r"[Ss]ee root cause above|check the stack trace above|"
     r"Background loop (?:has errored|is not running)|Task finished unexpectedly|[Pp]rocess terminated unexpectedly|"
     r"workers? (?:have not started|\S+ failed to initialize)|Traceback \(most recent|"
     r"Error: .*\b(?:[Ss]erver|[Ee]ngine|[Ee]xecutor|[Ww]orkers?|[Pp]rocess|[Jj]ob|[Cc]hild|[Cc]ase)\b.{0,30}\b"
@@ -275,7 +277,9 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-_CLEAN_UP = re.compile(r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$")
+_CLEAN_UP = re.compile(
+    r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$| in _pin_memory_loop$"
+)
 
 
 @dataclass

@@ -398,17 +398,19 @@ _LOSS = re.compile(
 )
 # A model that learns does not leave its lowest loss so far behind for so many steps. Below SMALLEST_LOSS noise does.
 DIVERGED_TIMES, DIVERGED_BY, DIVERGED_STEPS, SMALLEST_LOSS = 4.0, 3.0, 5, 0.5
+FEWEST_LOSSES = 9
 
 
 def diverged(log: Log) -> tuple[Hit, dict[str, str]] | None:
     """Return the last line with a training loss, and the facts `lowest` and `last`, if the loss went up for good.
 
-    The last losses in the stored end must all be far above the lowest there. None if not, or for fewer than 12 losses.
+    The last losses in the stored end must all be far above the lowest there. None if not, or for few losses.
     """
     told = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if "oss" in line]
     losses = [(float(match["loss"]), at) for at in told if (match := _LOSS.search(at[2]))]
     lowest, last = min(losses)[0] if losses else 0.0, [loss for loss, _ in losses[-DIVERGED_STEPS:]]
-    if len(losses) < 12 or lowest < SMALLEST_LOSS or min(last) < max(DIVERGED_TIMES * lowest, lowest + DIVERGED_BY):
+    far = max(DIVERGED_TIMES * lowest, lowest + DIVERGED_BY)
+    if len(losses) < FEWEST_LOSSES or lowest < SMALLEST_LOSS or min(last) < far:
         return None
     number, offset, text = losses[-1][1]
     hit = Hit(log.name, number, offset, text, *of_name(log.name), moment(text), last=offset)
