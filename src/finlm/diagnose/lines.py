@@ -38,7 +38,7 @@ _PREFIX = re.compile(
     re.VERBOSE,
 )
 # What a program lists as possible reasons is no evidence of any of them.
-_ADVICE = re.compile(r"(?:There are some potential root causes|[Ss]ome common causes include)\b.*")
+_ADVICE = re.compile(r"(?:There are some potential root causes|[Ss]ome common causes include|[Pp]ossible reasons)\b.*")
 _NCCL_HOST = re.compile(r"^(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\]")
 _RANK = re.compile(r"\[Rank (\d+)\]|\brank(?:\s*:\s*|=)(\d+)")
 _DATE = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
@@ -84,7 +84,7 @@ def clean(text: str) -> tuple[str, dict[str, str]]:
             break
         said.update({key: value for key, value in match.groupdict().items() if value})
         text = text[match.end() :]
-    return _ADVICE.sub("", text) if " causes" in text else text, said
+    return _ADVICE.sub("", text) if " causes" in text or " reasons" in text else text, said
 
 
 def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
