@@ -165,6 +165,13 @@ def test_what_a_program_works_around_and_says_so_is_no_cause(aside: str, finding
     assert not findings(f"starting\n{aside}\nloading\n")
 
 
+def test_an_exception_of_a_row_that_is_left_out_is_no_cause_unless_the_log_ends_there(findings: Of) -> None:
+    raised = TRACEBACK + "PIL.UnidentifiedImageError: cannot identify image file\n"
+    assert not findings("WARNING prepare: 41882.jpg skipped\n" + raised + "kept 118202 of 118204 rows, done\n")
+    assert findings("WARNING prepare: 41882.jpg skipped\n" + raised)
+    assert findings("WARNING prepare: 41882.jpg read\n" + raised + "working\n")
+
+
 def test_a_line_repeated_a_thousand_times_is_one_cause_and_no_unknown_one(findings: Of) -> None:
     (found,) = findings("loading\n" + (TRACEBACK + "OSError: [Errno 24] Too many open files\n") * 1000)
     assert found.cause == "too_many_open_files"

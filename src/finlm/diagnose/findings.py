@@ -43,7 +43,8 @@ SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 # The line itself says what is done instead.
 _GOES_ON = re.compile(
-    r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping|Error while downloading from)\b"
+    r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b|"
+    r"Error while downloading from|Request error, please check"
 )
 _ERROR = re.compile(
     r"(?i)error|exception|fatal|abort|NCCL WARN|terminate|kill|assert|traceback|segmentation|not found|denied|"

@@ -277,6 +277,7 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+_LEFT_OUT = re.compile(r"^(?!.*\b(?:not|n't)\b).*\b(?:skipp(?:ed|ing)|ignor(?:ed|ing)|left out|dropped)\b")
 _CLEAN_UP = re.compile(
     r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$| in _pin_memory_loop$"
 )
@@ -293,6 +294,7 @@ class Raised:
     message: list[str] = field(default_factory=list)
     chained: bool = False  # raised while another one was handled, which is its cause
     is_cut: bool = False  # the log ends inside its traceback, before the exception's own line
+    before: str = ""  # the line before its traceback
 
     @property
     def frame(self) -> str:
@@ -306,8 +308,8 @@ class Raised:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a process raised it that had done its work and could not remove its temporary directory."""
-        return any(map(_CLEAN_UP.search, self.frames))
+        """Whether the line before says that it is left out, or a process that had done its work raised it."""
+        return bool(_LEFT_OUT.search(self.before)) or any(map(_CLEAN_UP.search, self.frames))
 
     @property
     def derived(self) -> bool:
@@ -327,6 +329,7 @@ class _Traceback:
     frames: list[str]
     source: str = ""
     between: int = 0
+    before: str = ""
 
 
 def exceptions(log: Log) -> list[Raised]:
@@ -338,19 +341,19 @@ def exceptions(log: Log) -> list[Raised]:
     opened: dict[tuple[str, int | None], _Traceback] = {}  # by speaker
     told: Raised | None = None  # whose message may go on
     chained: set[tuple[str, int | None]] = set()  # speakers whose next exception follows from their last
-    number = 0
+    number, previous = 0, ""
     for number, offset, line in tail_lines(log):
         text, said = clean(line)
         who = speaker(text, said)
         text = re.sub(r"^\s*(?:\| )+", "", text)  # an ExceptionGroup's branches
+        before, previous = previous, text
         if "another exception occurred:" in text or "direct cause of the following" in text:
             chained.add(who)
         frame = FRAME.match(text)
         if frame or "Traceback (most recent call last)" in text:
             now = opened.get(who) if frame else None
-            opened[who] = _Traceback(
-                now.first if now else number, [*(now.frames if now else ()), *([text.strip()] if frame else ())]
-            )
+            frames = [*(now.frames if now else ()), *([text.strip()] if frame else ())]
+            opened[who] = _Traceback(now.first if now else number, frames, before=now.before if now else before)
             told = None
         elif who in opened:
             now = opened[who]
@@ -358,7 +361,7 @@ def exceptions(log: Log) -> list[Raised]:
             if match and (now.between == 0 or match["name"][:1].isupper()) and not NO_ERROR.match(text):
                 del opened[who]
                 hit = Hit(log.name, number, offset, text, *who, moment(line), last=offset)
-                told = Raised(hit, now.frames, now.first, now.source, chained=who in chained)
+                told = Raised(hit, now.frames, now.first, now.source, chained=who in chained, before=now.before)
                 chained.discard(who)
                 shown.append(told)
             elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
