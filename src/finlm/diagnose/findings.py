@@ -38,7 +38,9 @@ DIED = re.compile(
 )
 FINISHED = re.compile(rb"`Trainer\.fit` stopped: `max_\w+=\d+` reached")  # Lightning, whose bar tells no steps apart
 _SUCCESS = rb"exits successfully|Training completed|\*\*\* train metrics|Successfully (?:completed\.|assigned)"
-ENDED_WELL = re.compile(b"|".join((_SUCCESS, b"'status': 'finished'", FINISHED.pattern, TRAINER_ENDS.encode())))
+ENDED_WELL = re.compile(
+    b"|".join((_SUCCESS, b"'status': 'finished'|TrainOutput[(]", FINISHED.pattern, TRAINER_ENDS.encode()))
+)
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 # The line itself says what is done instead.

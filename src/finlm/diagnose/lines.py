@@ -256,7 +256,7 @@ DERIVED = re.compile(
     r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
     r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
     r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$|"
-    r"CheckpointException ranks|RuntimeEnvSetupError|failed to get register_center_actor|"
+    r"Exception in ASGI application|CheckpointException ranks|RuntimeEnvSetupError|failed to get register_center_actor|"
     r"[Ss]ee root cause above|check the stack trace above|"
     r"Background loop (?:has errored|is not running)|Task finished unexpectedly|[Pp]rocess terminated unexpectedly|"
     r"workers? (?:have not started|\S+ failed to initialize)|Traceback \(most recent|"
@@ -279,7 +279,8 @@ def read_yaml(path: Path) -> Any:
 
 _LEFT_OUT = re.compile(r"^(?!.*\b(?:not|n't)\b).*\b(?:skipp(?:ed|ing)|ignor(?:ed|ing)|left out|dropped)\b")
 _CLEAN_UP = re.compile(
-    r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$| in _pin_memory_loop$"
+    r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$|"
+    r" in (?:_pin_memory_loop|_call_connection_lost)$"
 )
 
 
