@@ -170,6 +170,9 @@ def test_an_exception_of_a_row_that_is_left_out_is_no_cause_unless_the_log_ends_
     assert not findings("WARNING prepare: 41882.jpg skipped\n" + raised + "kept 118202 of 118204 rows, done\n")
     assert findings("WARNING prepare: 41882.jpg skipped\n" + raised)
     assert findings("WARNING prepare: 41882.jpg read\n" + raised + "working\n")
+    for before in ("number of skipped iterations:   0", "resume_download is deprecated and ignored", "3 rows skipped"):
+        oom = TRACEBACK + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+        assert findings(f"WARNING {before}\n{oom}wandb: Run history saved\n")[0].cause == "cuda_oom"
 
 
 def test_a_line_repeated_a_thousand_times_is_one_cause_and_no_unknown_one(findings: Of) -> None:

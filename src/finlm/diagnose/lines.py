@@ -277,7 +277,11 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-_LEFT_OUT = re.compile(r"^(?!.*\b(?:not|n't)\b).*\b(?:skipp(?:ed|ing)|ignor(?:ed|ing)|left out|dropped)\b")
+_ROW = r"(?:row|line|sample|record|document|example|image|\w\.(?:jpe?g|png|webp|jsonl?|txt|pdf|wav|mp3|flac|mp4))\b"
+_LEFT_OUT = re.compile(
+    rf"^(?!.*\b(?:not|n't)\b).*{_ROW}.*\b(?:skipped|skipping|ignored|left out|dropped)\b|"
+    rf"\b[Ss]kipping\b.*\b{_ROW}|^Exception ignored in"
+)
 _CLEAN_UP = re.compile(
     r"multiprocess(?:ing)?/util\.py.* in (?:_remove_temp_dir|_run_finalizers|_exit_function)$|"
     r" in (?:_pin_memory_loop|_call_connection_lost)$"
