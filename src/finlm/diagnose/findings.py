@@ -157,11 +157,11 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     explained = {(c.hit.source, c.hit.line) for c in candidates}
     rest = [c for c in _counting(unknown, matches, by_name) if (c.hit.source, c.hit.line) not in explained]
     raised_lines = {(r.hit.source, r.hit.line) for r in shown}
-    told = {c.hit.text for c in candidates}  # of a line that is repeated, only so many hits are kept
+    texts = {c.hit.text for c in candidates}  # of a line that is repeated, only so many hits are kept
     rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
     rest = [_by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
     for raised in shown:
-        if raised in idle or raised.hit.text in told or any(raised.covers(c.hit) for c in candidates):
+        if raised in idle or raised.hit.text in texts or any(raised.covers(c.hit) for c in candidates):
             continue
         if _is_harmless(raised.hit, by_name[raised.hit.source], "unknown"):
             continue
