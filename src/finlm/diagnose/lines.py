@@ -57,8 +57,8 @@ _CODE = re.compile(
 )
 _PIP = re.compile(
     r"^\s*(?:Requirement already satisfied|Collecting \S|Downloading \S+\.(?:whl|tar|metadata)|Using cached |"
-    r"Attempting uninstall|Installing collected|Successfully (?:un)?installed|WARNING: Ignoring invalid distribution|"
-    r"ERROR: pip's dependency)|"
+    r"Attempting uninstall|Installing collected|Successfully (?:un)?installed|"
+    r"WARNING: (?:Ignoring invalid distribution|Retrying \(Retry\(total=[1-9])|ERROR: pip's dependency)|"
     r"^\s*\S+ \S+ (?:requires|depends on) \S.*(?:but you have|which is not installed|incompatible)"
 )
 _SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s*#(?:SBATCH|BSUB|PBS|\$) |^export \w+=")
