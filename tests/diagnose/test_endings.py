@@ -380,7 +380,7 @@ LAST_WORDS = [
     "terminate called without an active exception",
     "docker: Error response from daemon: OCI runtime create failed: no such device",
     "mpirun detected that one or more processes exited with non-zero status, thus causing the job to be terminated.",
-    "  Warning  FailedScheduling  30s  default-scheduler  0/12 nodes are available: 12 Insufficient nvidia.com/gpu.",
+    "  Warning  BackoffLimitExceeded  4s  job-controller  Job has reached the specified backoff limit",
     "LLVM ERROR: Symbol not found",
     "[FATAL] failed to load the model",
     "2025-01-01 10:00:00,000 - train - CRITICAL - giving up",
