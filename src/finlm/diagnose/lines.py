@@ -1,7 +1,6 @@
 """Parse the lines of a log: texts without prefixes, what those prefixes say, and the exceptions in the log's end.
 
-Some lines are no statement of the program: a traceback's source line, pip's messages, a scheduler's report, the help
-text of a command. Signatures are not matched against such lines (see `kind`).
+Lines that state nothing (a traceback's source, pip's messages, a scheduler's report) match no signature: see `kind`.
 
 A signature knows words; a rule of endings.yaml knows only what most exceptions of a class mean, by the package that
 raised it and the words of its message. It counts where no signature explains the exception, and is never certain.
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from finlm.diagnose import notebooks
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 _PREFIX = re.compile(
@@ -76,7 +77,7 @@ def clean(text: str) -> tuple[str, dict[str, str]]:
 
     A list of possible causes at the line's end is cut off too.
     """
-    text = _ANSI.sub("", text).rstrip()
+    text = notebooks.frame(_ANSI.sub("", text).rstrip())
     said: dict[str, str] = {}
     for _ in range(5):
         match = _PREFIX.match(text)
@@ -338,10 +339,7 @@ class _Traceback:
 
 
 def exceptions(log: Log) -> list[Raised]:
-    """Return the exceptions in the stored end of a log, in the order of their lines.
-
-    Tracebacks without an exception that stand in the last CUT_LINES lines come last, with `is_cut`.
-    """
+    """Return the exceptions in a log's stored end, in their order; last, with `is_cut`, those that its end cuts."""
     shown: list[Raised] = []
     opened: dict[tuple[str, int | None], _Traceback] = {}  # by speaker
     told: Raised | None = None  # whose message may go on
@@ -369,11 +367,13 @@ def exceptions(log: Log) -> list[Raised]:
                 told = Raised(hit, now.frames, now.first, now.source, chained=who in chained, before=now.before)
                 chained.discard(who)
                 shown.append(told)
+            elif code := notebooks.failing_code(text, now.frames):
+                now.source = code
             elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
                 now.between += 1
                 if now.between > 41:
                     del opened[who]
-            elif text.strip(" ~^"):
+            elif text.strip(" ~^") and not notebooks.CONTEXT.match(text):
                 now.source = now.source or text.strip()
         elif told and len(told.message) < MESSAGE_LINES and not SPEAKS.match(text):
             if number == told.hit.line + len(told.message) + 1:

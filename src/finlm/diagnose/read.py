@@ -387,7 +387,7 @@ def is_of_library(hit: Hit, kind: str) -> bool:
     For the kind "installed" that frame must be of an installed package; for "framed" and "any" it may be of a program
     run from a clone. Without a frame returns False; but for "any" True if no line around the hit is a frame's.
     """
-    if kind == "any" and b"File " not in hit.around:
+    if kind == "any" and not re.search(rb"File |\.py in |<ipython-input", hit.around):
         return True
     frame = frame_before(hit)
     return "-packages/" in frame if kind == "installed" else bool(IN_LIBRARY.search(frame))
