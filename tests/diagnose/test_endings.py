@@ -585,6 +585,9 @@ def test_a_request_that_failed_is_no_failure_of_the_server_that_answers_the_next
     assert not findings(failed + answered)
     assert findings(answered + failed)[0].cause == "unknown"
     assert findings(OOM + answered)[0].cause == "cuda_oom"
+    refused = "ERROR 08-14 13:42:42 [serving.py:1] jinja2.exceptions.TemplateError: After the tools an answer comes\n"
+    assert findings(answered + refused)[0].cause == "chat_template_missing"
+    assert not findings(refused + "[GIN] 2025/08/02 - 10:22:41 | 200 | 6.1s | 127.0.0.1 | POST /api/chat\n")
 
 
 PARENTS = [

@@ -41,7 +41,11 @@ _SUCCESS = rb"exits successfully|Training completed|\*\*\* train metrics|Success
 ENDED_WELL = re.compile(
     b"|".join((_SUCCESS, b"'status': 'finished'|TrainOutput[(]", FINISHED.pattern, TRAINER_ENDS.encode()))
 )
-SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
+SERVES = re.compile(  # of a server: vLLM, SGLang; llama.cpp; ollama; TGI
+    rb'"POST \S+ HTTP/[\d.]+" 200\b|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )|request: POST \S+ \S+ 200\b|'
+    rb"\[GIN\].{0,40}\| 200 \||text_generation_router::server: \S+ Success"
+)
+OF_A_REQUEST = ("chat_template_missing", "row_too_long", "image_tokens_cut")  # what a server refuses, and lives on
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 # The line itself says what is done instead.
 _GOES_ON = re.compile(
@@ -322,6 +326,7 @@ def _counting(signature: Signature, matches: Matches, by_name: dict[str, Log]) -
             if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
             level = pattern.level if signature.id != "unknown" else "unknown"
+            level = "symptom" if signature.id in OF_A_REQUEST else level
             if pattern.lasting or not _is_harmless(hit, log, level):
                 facts = {name: value.strip() for name, value in match.groupdict().items() if value}
                 facts = {name: _fill_sentence(value, facts) for name, value in pattern.says} | facts

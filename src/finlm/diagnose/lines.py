@@ -159,7 +159,7 @@ LAST_WORDS = re.compile(
     r"^(?!.*(?:warn|Warn|WARN)).*(?:unrecoverable|not responding|[Ss]ervice [Uu]navailable)|"
     + "|".join((_SHELL_ENDS, _RUNTIME_ENDS, _SCHEDULER_ENDS))
 )
-GOES_ON_AFTER = re.compile(r"\bINFO\b|\b200 OK\b|(?i:\bdone\b|complete|finished|success|saved)")
+GOES_ON_AFTER = re.compile(r"\bINFO\b|\b200 OK\b|\| 200 \||POST .* 200$|(?i:\bdone\b|complete|finished|success|saved)")
 
 
 @dataclass
