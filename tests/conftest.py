@@ -15,6 +15,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from finlm import prepare
+from finlm.base.imports import hasten_transformers
 from finlm.base.rundir import RunDir
 from finlm.base.runs import RunFailed
 from finlm.launch import start
@@ -24,6 +25,7 @@ from helpers import QUICKSTART, ROOT, TINY, finlm, new_run, sets
 from ranks import Ranks
 
 HERE = Path(__file__).resolve().parent
+hasten_transformers()
 os.environ["FINLM_LANG"] = "en"  # whatever the machine speaks
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of hundreds of commands would compile finlm again
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that spin for a core that others use made a test 20 times as long

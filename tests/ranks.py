@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import processes
+from finlm.base.imports import hasten_transformers
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
@@ -135,6 +136,7 @@ def warm_up() -> None:
     import gc
 
     gc.disable()
+    hasten_transformers()
     for name in ("finlm.train.pretrain", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     know_cpu()

@@ -48,12 +48,17 @@ def tokens(file: str, number: int) -> str:
     return f"{row(file, number)['tokens'] // row(file, number)['gpus']:,}"
 
 
+@cache
+def flops_per_token(shape_name: str) -> float:
+    """Of a published shape, XuanYuan-6B's if the name is empty."""
+    wanted = recipe.load(ROOT / XUANYUAN, gpu_plan_draw.published_overrides().get(shape_name, ())).recipe
+    return float(shape.of(wanted, VOCABULARY).flops_per_token(wanted.batch.sequence_length))
+
+
 def mfu(file: str, number: int) -> str:
     """Of the row's model in bf16, XuanYuan-6B where it names none, in %, as gpu_pretrain.py counts it."""
-    published = gpu_plan_draw.published_overrides().get(row(file, number).get("shape", ""), ())
-    wanted = recipe.load(ROOT / XUANYUAN, published).recipe
-    flops = shape.of(wanted, VOCABULARY).flops_per_token(wanted.batch.sequence_length)
     peak = gpus.find("H200").bf16_flops or 1.0
+    flops = flops_per_token(row(file, number).get("shape", ""))
     return f"{100 * flops * row(file, number)['tokens_per_second'] / row(file, number)['gpus'] / peak:.1f}"
 
 

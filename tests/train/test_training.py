@@ -6,8 +6,6 @@ import dataclasses
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,7 +25,7 @@ from finlm.recipe import recipe
 from finlm.train.model import products
 from finlm.train.zero import engine
 
-from helpers import ROOT, logs
+from helpers import logs
 from ranks import Ranks
 
 # The first optimizer on the CPU waits for DeepSpeed's compiler: 50 s alone, minutes beside other tests.
@@ -65,16 +63,16 @@ def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
     assert [step for step, _ in run.complete_checkpoints()] == [5]
 
 
-@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize(("compiled", "count"), [("false", 2), ("true", 1)])  # a compiled rank takes 4 CPU s
 def test_a_streamed_optimizer_has_the_bits_of_one_that_stays(
-    make_run: Any, ranks: Ranks, tmp_path: Path, compiled: str
+    make_run: Any, ranks: Ranks, tmp_path: Path, compiled: str, count: int
 ) -> None:
     found = []
     for where in ("none", "stream"):
         step = ("train.steps=8", f"train.compile={compiled}")
-        run = make_run(*step, "zero.stage=1", f"zero.offload_optimizer={where}")
-        assert ranks.codes(run, "small_groups_and_fingerprints", 300_000, str(tmp_path / where)) == [0, 0]
-        hashes = [files.read_json(Path(f"{tmp_path / where}.{rank}")) for rank in (0, 1)]
+        run = make_run(*step, "zero.stage=1", f"zero.offload_optimizer={where}", ranks=count)
+        assert not any(ranks.codes(run, "small_groups_and_fingerprints", 300_000, str(tmp_path / where)))
+        hashes = [files.read_json(Path(f"{tmp_path / where}.{rank}")) for rank in range(count)]
         found.append((hashes, [(row["loss"], row["grad_norm"]) for row in run.read_events("step")]))
     assert found[0] == found[1]
     assert len(set(found[0][0][0].values())) == 8, "every step changed the state"
@@ -131,14 +129,6 @@ def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expecte
 def test_a_rank_that_does_not_compile_does_not_import_inductor(make_run: Any, ranks: Ranks) -> None:
     run = make_run("train.steps=4", "optim.warmup_steps=2", ranks=1)
     assert ranks.codes(run, "without_inductor") == [0], logs(run)
-
-
-def test_a_rank_imports_torchao_only_where_it_uses_it() -> None:
-    code = (
-        "import sys; from finlm.train.__main__ import skip_torchao; skip_torchao();"
-        "import finlm.train.pretrain, finlm.train.post.sft; sys.exit('torchao' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", check=False).returncode == 0
 
 
 def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(make_run: Any, ranks: Ranks) -> None:

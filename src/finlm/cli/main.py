@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finlm.base import files, language, rundir, runs, screen
+from finlm.base import files, imports, language, rundir, runs, screen
 from finlm.base.errors import UserError
 from finlm.cli import command_line, recipes
 from finlm.cli import options as cli_options
@@ -79,6 +79,7 @@ def _run(options: argparse.Namespace) -> int:
     Raises UserError, and OSError for errors that name no file of the user's.
     """
     gc.set_threshold(20_000, 50, 100)  # else the import of torch and transformers takes a second longer
+    imports.hasten_transformers()
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which lists GPU code it cannot load

@@ -13,8 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
+from finlm.base.imports import hasten_transformers
 from finlm.base.processes import die_with_parent
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.runs import apply_host_env, hold_lock
@@ -54,8 +54,8 @@ def main() -> None:
         from finlm.rows.dialogues import prepare_rows
         from finlm.rows.shards import Shards
 
+        hasten_transformers()
         _limit_waiting()
-        skip_torchao()
         recipe = Recipe.read(run_path / "recipe.yaml")
         if recipe.stage == "pretrain":
             # `finlm train` did so on its own host; data.prepared of another host may never have been read in such rows.
@@ -86,16 +86,6 @@ def _limit_waiting() -> None:
     from torch import distributed
 
     distributed.new_group = functools.partial(distributed.new_group, timeout=default_pg_timeout)
-
-
-def skip_torchao() -> None:
-    """Import transformers' quantizers without torchao; their quantizer of that name refuses to work then."""
-    from transformers import utils
-
-    # They would import it for every model: 0.3 of 4.7 CPU seconds of a rank's start, more on a cold disk. finlm imports
-    # torchao itself where it uses it (fp8, lora.quantize), and refuses models that torchao has quantised.
-    with mock.patch.object(utils, "is_torchao_available", lambda *_: False):
-        importlib.import_module("transformers.quantizers.auto")
 
 
 def _log_to(path: Path) -> None:

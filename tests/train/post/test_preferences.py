@@ -231,12 +231,11 @@ def test_grpo_is_the_same_however_many_answers_are_generated_at_once(
 
     assert train(2, 1, 1) == train("auto", 1, 1)
     whole = train("auto", 2, 1)
-    assert train(1, 2, 1) == train(2, 2, 1) == whole
-    for rows in (1, 2):
-        apart = train(rows, 2, 3)
-        assert apart[:3] == whole[:3]
-        for mine, other in zip(apart[3:], whole[3:], strict=True):
-            assert mine == pytest.approx(other, rel=1e-3, abs=1e-6)
+    assert train(1, 2, 1) == whole
+    apart = train(2, 2, 3)
+    assert apart[:3] == whole[:3]
+    for mine, other in zip(apart[3:], whole[3:], strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
 def test_bf16_learns_as_fp32_does_and_its_rewards_are_not_rounded(
