@@ -20,8 +20,10 @@ sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[
 from finlm.base.imports import hasten_transformers
 hasten_transformers()
 import finlm.train.pretrain, finlm.train.post.sft
-assert "torchao" not in sys.modules
+import transformers.generation.candidate_generator, transformers.loss.loss_utils
 from transformers import models, utils
+assert not {"torchao", "sklearn", "scipy"} & set(sys.modules)
+assert utils.is_scipy_available() and utils.is_sklearn_available()
 from transformers.utils import import_utils
 assert utils.is_torchao_available is import_utils.is_torchao_available
 read = [path for path in opened if "/transformers/models/" in path and path.endswith(".py")]
@@ -34,8 +36,11 @@ assert kept == import_utils.spread_import_structure(known) and len(kept) > 5
 """
 
 
-def test_a_rank_reads_the_files_of_models_once_and_no_torchao(tmp_path: Path) -> None:
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+def test_a_rank_reads_the_files_of_models_once_and_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
+    for package in ("sklearn", "scipy"):  # large packages that users often have, and finlm does not need
+        (tmp_path / "packages" / package).mkdir(parents=True)
+        (tmp_path / "packages" / package / "__init__.py").touch()
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "packages")}
     done = subprocess.run(
         [sys.executable, "-c", RANK], cwd=ROOT / "src", env=env, capture_output=True, text=True, check=False
     )
