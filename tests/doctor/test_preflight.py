@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from finlm.doctor import gather, machine, preflight
+from finlm.hosts.remote import probe
+from finlm.recipe import recipe
 from finlm.recipe.cluster import Cluster, Host
 
 from doctor_facts import CPU_PLAN, GIB, RECIPE, Facts, changed, device, examine, gpu_plan, healthy, judge, only
+from helpers import QUICKSTART
 
 
 def test_a_healthy_gpu_host_gives_no_finding() -> None:
@@ -149,11 +152,18 @@ def test_compiled_layers_need_a_c_compiler() -> None:
     assert found.check == "compiler" and "train.compile: false" in found.fix
 
 
-def test_float8_needs_torchao() -> None:
-    facts = changed(packages__torchao=None)
+def test_float8_and_4_bits_need_torchao_and_adapters_need_peft() -> None:
+    facts = changed(packages__torchao=None, packages__peft=None)
     assert examine(facts, gpu_plan()) == []
     found = only(examine(facts, gpu_plan(precision="fp8")))
-    assert found.check == "packages" and "torchao" in found.evidence
+    assert found.check == "packages" and found.evidence.startswith("not installed: torchao==")
+    adapters = recipe.load(QUICKSTART.with_name("sft.yaml"), ["lora={quantize: nf4}"]).recipe
+    found = only(examine(facts, wanted=adapters))
+    assert found.evidence.startswith("not installed: peft==") and "torchao==" in found.evidence
+
+
+def test_a_host_is_asked_for_every_package_that_a_plan_may_need() -> None:
+    assert {*machine.ALL_STAGES, "peft", "torchao"} <= set(probe.PACKAGES)
 
 
 def test_a_ninja_off_the_path_is_not_enough() -> None:

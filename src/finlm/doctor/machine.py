@@ -102,7 +102,8 @@ def _check_packages(recipe: Recipe, plan: Plan, facts: HostFacts) -> Iterator[Fa
         return
     install = "`pip install -r requirements.txt` with the interpreter of .venv"
     needed = [name for name in NEEDED.get(recipe.stage, ALL_STAGES) if name in wanted]
-    needed += ["torchao"] if plan.precision == "fp8" else []
+    needed += ["peft"] if recipe.lora else []
+    needed += ["torchao"] if plan.precision == "fp8" or (recipe.lora and recipe.lora.quantize == "nf4") else []
     missing = [f"{name}=={wanted[name]}" for name in needed if not installed.get(name)]
     if missing:
         yield "packages", "error", f"not installed: {', '.join(missing)}", install

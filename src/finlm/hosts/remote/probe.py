@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterator, Sequence  # noqa: UP035 - Python 3.8
 
 PACKAGES = (
     *("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets", "sentencepiece", "numpy"),
-    *("tokenizers", "protobuf", "pydantic", "ruamel.yaml", "ninja", "rich"),
+    *("tokenizers", "protobuf", "pydantic", "ruamel.yaml", "ninja", "rich", "peft", "torchao"),
 )
 COMPILERS = ("ninja", "cc1plus", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas", "cudafe++", "ld", "collect2")
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "lustre", "cifs", "smb3", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p")
