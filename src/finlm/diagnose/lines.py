@@ -139,7 +139,7 @@ _SHELL_ENDS = (
 )
 _RUNTIME_ENDS = (
     r"terminate called|uncaught exception|pure virtual|double free|double-linked|Assertion .+ failed|^panic: |"
-    r"^goroutine \d+ \[|^Exception in thread \"|Check failed: |^(?!warn)(?:\w+ +)?\w+: failed to |"
+    r"^goroutine \d+ \[|^Exception in thread \"|Check failed: |^[\w ]+: failed to (?:load m|creat|appl|init|decode)|"
     r"SIG(?:SEGV|ABRT|BUS|FPE|ILL|KILL|QUIT)\b.{0,20}(?:received|caught)|^(?:[a-z_]\w*\.)+[A-Z]\w+(?:: |$)|"
     r"^[A-Z]\w*(?:NotFound|Missing|Invalid|Exceeded|Refused|Denied|Failed|Failure): "
 )
@@ -149,8 +149,8 @@ _SCHEDULER_ENDS = (
     r"failed to mount|module\(s\) are unknown|Unable to locate a modulefile"
 )
 LAST_WORDS = re.compile(
-    r"(?:^|[\s\[|:(])(?:ERROR|ERR|FATAL|CRITICAL|PANIC|emerg|E(?=\] ))\b|^\s*[×✗✘❌]|NCCL WARN|"
-    r"^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|^got exception: |"
+    r"(?:^|[\s\[|:(])(?:ERROR|ERR|FATAL|CRITICAL|PANIC|emerg)\b|^\s*[×✗✘❌]|NCCL WARN|"
+    r"^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|^got exception: |\[E\] Error|&&&& FAILED|"
     r"[:,] (?:fatal|error): |command not found|_InactiveRpcError|(?:^|[.:!] )[Aa]bort(?:ing|ed)\b(?! \w+:)|"
     r"\b(?:is|was|been|[Jj]ob|[Rr]un|[Tt]raining|[Pp]rocess|[Ee]xecution) [Aa]bort(?:ed|ing)\b|"
     r"\b(?:[Tt]raining|[Ff]ine-?[Tt]un(?:e|ing)|[Jj]ob|[Pp]rocess|[Rr]un|[Ww]orker|[Rr]ank \d+) (?:has |was |been )*"
