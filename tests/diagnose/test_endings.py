@@ -64,6 +64,31 @@ def test_a_log_that_ends_in_an_unfamiliar_error_is_never_without_a_finding(log: 
     assert found and found[0].fatal and found[0].confidence != "high"
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "Mar 03 10:00:01 gpu01 python[2211]: ",
+        "[2024-03-03, 10:00:01 UTC] {{subprocess.py:93}} INFO - ",
+        "[1,0]<stderr>:",
+        "0|train  | ",
+        "E0303 10:00:01.000000 140000 train.py:55] ",
+        "2024/03/03 10:00:01 ",
+        "[10:00:01] ",
+        "[pod/train-0/pytorch] ",
+        '{{"log":{},"stream":"stderr"}}',
+        '{{"stream_name":"stderr","time":1.5,"data":{}}}',
+    ],
+)
+def test_what_a_log_collector_writes_before_each_line_hides_nothing(before: str, findings: Of) -> None:
+    for end, cause in (("AttributeError: 'A' object has no attribute 'b'\n", "code_error"), ("Killed\n", None)):
+        lines = ((TRACEBACK if cause else "loading\n") + end).splitlines()
+        packed = "{}" in before
+        text = "".join(
+            before.format(json.dumps(line + "\n") if packed else "") + ("" if packed else line) + "\n" for line in lines
+        )
+        assert kind(findings(text)[0]) == (cause or "host_memory_insufficient")
+
+
 def test_an_unknown_exception_is_shown_with_its_frame_and_message(findings: Of) -> None:
     (found,) = findings(TRACEBACK + "pkg.errors.PhaseMix: phase 3\ncame before phase 2\n")
     assert found.evidence.splitlines() == [

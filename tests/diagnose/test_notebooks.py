@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finlm.diagnose import command, notebooks
+from finlm.diagnose import command, prefix
 
 COLAB = """---------------------------------------------------------------------------
 ValueError                                Traceback (most recent call last)
@@ -42,4 +42,4 @@ def test_an_old_notebooks_frames_name_the_place(tmp_path: Path) -> None:
     ],
 )
 def test_only_a_frame_is_written_anew(line: str, frame: str) -> None:
-    assert notebooks.frame(line) == frame
+    assert prefix.frame(line) == frame

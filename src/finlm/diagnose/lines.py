@@ -14,32 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finlm.diagnose import notebooks
+from finlm.diagnose import prefix
+from finlm.diagnose.prefix import clean
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
-_PREFIX = re.compile(
-    r"""^\s*(?:
-        \[?(?:default|rank\s?)?(?P<rank>\d+)\]:?(?:\[rank\d+\]:?)?(?=[\s\[]|\w)(?!\])   # [rank3]:  [default3]:  [3]:
-      | \[?std(?:err|out)(?:\]|:(?=\s))                                                # accelerate test, wrappers
-      | (?P<task>\d{1,4}):(?=\s)                                                        # srun --label
-      | [A-Za-z][\w-]*/(?P<replica>\d{1,3})(?=\s)                                        # torchx
-      | \((?P<actor>\w+)\s+pid=\d+(?:,\s*ip=(?P<ip>[\w.:-]+))?\)                        # Ray, vLLM
-      | \[(?P<tag>[A-Za-z][\w.-]*-[\w.-]+|[A-Za-z][\w.]*\d)\](?=\s)                     # [gpu-a]
-      | >(?=\s)                                                                         # quoted
-      | (?P<pod>[\w.-]+)\s+\|(?=\s)                                                     # docker compose
-      | (?!python|pip|gcc|g\+\+|nvidia-c|E[A-Z]?\d{4,5}:|[\w-]*(?:\.[\w-]+)*\.[A-Z]|\S*(?:Error|Exception|Warning):)
-        (?P<host>(?:[\dx]{1,3}\.){3}[\dx]{1,3}|[A-Za-z][\w-]*[-\d][\w.-]*):(?=\s)         # pdsh
-      | \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(?:Z|[+-]\d\d:?\d\d)?(?:\s(?:stdout|stderr)\s[FP])?(?=\s)  # containers
-      | ERROR\s\d\d-\d\d\s\d\d:\d\d:\d\d(?:\.\d+)?\s\[?[\w./]+:\d+\]                    # vLLM
-      | \d{4}-\d\d-\d\d\s\d\d:\d\d:\d\d[.,\d]*\s(?:-\s)?\|?\s?(?:ERROR|CRITICAL)\s*\|\s\S+:\d+\s-  # loguru
-      | (?:ERROR|CRITICAL):[\w.]+:(?=\s?\S)                                             # logging
-      | \[?\d{4}-\d\d-\d\d[T\s]\d\d:\d\d:\d\d[.,\d]*\]?\s[^"']{0,80}?(?<=[\s\]])  # a parent about its child
-        (?=Traceback\s\(most|\s*File\s"|\[rank\d+\]:|(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?::\s|$))
-    )[ ]?""",
-    re.VERBOSE,
-)
-# What a program lists as possible reasons is no evidence of any of them.
-_ADVICE = re.compile(r"(?:There are some potential root causes|[Ss]ome common causes include|[Pp]ossible reasons)\b.*")
 _NCCL_HOST = re.compile(r"^(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\]")
 _RANK = re.compile(r"\[Rank (\d+)\]|\brank(?:\s*:\s*|=)(\d+)")
 _DATE = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
@@ -66,26 +43,11 @@ _SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s
 _HELP = re.compile(r"^usage: |^\s+\[-")
 # Of what a program works around, and says so.
 _ASIDE = re.compile(
+    r"Retrying .Retry.total=|"
     r"Ignore import error when loading|is preempted by PreemptionMode|failed to mlock|batch ?size will be decreased|"
     r"failed to shutdown the rendezvous|Error waiting on exit barrier|Cannot use FlashAttention-2 backend for"
 )
 _CONFIG = re.compile(r"\[config\.py:\d+:print")  # DeepSpeed lists every key, also those that harm nobody
-
-
-def clean(text: str) -> tuple[str, dict[str, str]]:
-    """Return a log line without colours and up to 5 launchers' prefixes, and {group of _PREFIX: text} of these.
-
-    A list of possible causes at the line's end is cut off too.
-    """
-    text = notebooks.frame(_ANSI.sub("", text).rstrip())
-    said: dict[str, str] = {}
-    for _ in range(5):
-        match = _PREFIX.match(text)
-        if not match or match.end() == 0:
-            break
-        said.update({key: value for key, value in match.groupdict().items() if value})
-        text = text[match.end() :]
-    return _ADVICE.sub("", text) if " causes" in text or " reasons" in text else text, said
 
 
 def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
@@ -367,13 +329,13 @@ def exceptions(log: Log) -> list[Raised]:
                 told = Raised(hit, now.frames, now.first, now.source, chained=who in chained, before=now.before)
                 chained.discard(who)
                 shown.append(told)
-            elif code := notebooks.failing_code(text, now.frames):
+            elif code := prefix.failing_code(text, now.frames):
                 now.source = code
             elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
                 now.between += 1
                 if now.between > 41:
                     del opened[who]
-            elif text.strip(" ~^") and not notebooks.CONTEXT.match(text):
+            elif text.strip(" ~^") and not prefix.CONTEXT.match(text):
                 now.source = now.source or text.strip()
         elif told and len(told.message) < MESSAGE_LINES and not SPEAKS.match(text):
             if number == told.hit.line + len(told.message) + 1:

@@ -43,6 +43,7 @@ _STEP = re.compile(
       | \b[Ss]tep[\s:=]+\d+ | \bloss\s\d+\.\d+""",
     re.VERBOSE,
 )
+_EPOCH = re.compile(r"(?i)\bepoch\W{0,4}\d+(?![.\d])")
 _PREPARING = re.compile(
     r"(?i)\b(load|map|generat|tokeni|download|fetch|resolv|filter|sav|pack|writ|creat|convert|add|truncat|apply|shard)"
 )
@@ -364,7 +365,9 @@ def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:
             text = raw.decode("utf-8", errors="replace")
             match = _STEP.search(text)
             if match and not _PREPARING.search(text[: match.start()]):
-                steps.append((place, re.sub(r"\s*\[.*", "", match[0]) if "[" in match[0] else match[0]))
+                epoch = _EPOCH.search(text)  # a bar that was full is full again in the next epoch
+                said = re.sub(r"\s*\[.*", "", match[0]) if "[" in match[0] else match[0]
+                steps.append((place, f"{epoch[0]} {said}" if epoch else said))
         place += len(raw) + 1
     return steps
 
