@@ -28,7 +28,8 @@ from finlm.base import files, screen
 from finlm.base.errors import UserError
 from finlm.base.processes import send
 from finlm.diagnose.findings import Finding, diagnose
-from finlm.diagnose.lines import Log, clean, exceptions
+from finlm.diagnose.lines import Log, exceptions
+from finlm.diagnose.prefix import clean
 from finlm.diagnose.read import scan
 from finlm.diagnose.signatures import Program, Signatures, concrete
 

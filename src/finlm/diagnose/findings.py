@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finlm.diagnose.lines import DERIVED, GOES_ON_AFTER, LAST_WORDS, Hit, Log, Raised, clean, exceptions, tail_lines
+from finlm.diagnose.lines import DERIVED, GOES_ON_AFTER, LAST_WORDS, Hit, Log, Raised, exceptions, tail_lines
+from finlm.diagnose.prefix import clean
 from finlm.diagnose.read import TRAINER_ENDS, diverged, frame_before, is_of_library
 from finlm.diagnose.signatures import (
     IGNORED,

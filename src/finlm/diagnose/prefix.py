@@ -1,4 +1,4 @@
-"""Take from a log line what launchers, schedulers and log collectors put before it, and read the frames of notebooks."""
+"""Take from a log line what launchers, schedulers and log collectors put before it; read the frames of notebooks."""
 
 from __future__ import annotations
 

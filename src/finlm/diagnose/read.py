@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import ahocorasick
 
-from finlm.diagnose.lines import FRAME, IN_LIBRARY, Hit, Log, clean, kind, moment, of_name, speaker, tail_lines
+from finlm.diagnose.lines import FRAME, IN_LIBRARY, Hit, Log, kind, moment, of_name, speaker, tail_lines
+from finlm.diagnose.prefix import clean
 
 BLOCK_BYTES = 1 << 22
 LINE_BYTES = 4096  # of a longer line this much on either side of the match is looked at
