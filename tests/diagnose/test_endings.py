@@ -562,6 +562,17 @@ def test_a_thread_that_loses_its_connection_while_the_process_ends_is_no_failure
     assert not findings(WELL + thread + "ConnectionResetError: [Errno 104] Connection reset by peer\n")
 
 
+def test_an_exception_of_the_thread_that_answers_is_a_failure_where_nothing_trains(findings: Of) -> None:
+    assert findings("loading\nException in thread Thread-2 (generate):\n" + TRACEBACK + "ValueError: no answer fits\n")
+
+
+def test_what_someone_typed_after_the_end_does_not_hide_the_last_words(findings: Of) -> None:
+    last = "main: error: unable to do it\n"
+    for prompt in ("$ ", "root@gpu-1:~# ", "(env) anna@box:~/x$ ", "!", "C:\\work>"):
+        typed = "".join(f"{prompt}{words}\n" for words in ("ls -l", "pip list", "nvidia-smi"))
+        assert findings("loading\n" + last + typed.replace("\n", "\ntotal 8\nsaved 1\n")), prompt
+
+
 def test_a_title_leaves_out_what_the_log_does_not_give(findings: Of) -> None:
     (found, *_) = findings(TRACEBACK + "FileNotFoundError: [Errno 2] No such file or directory: 'ffmpeg'\n")
     assert (found.cause, found.title) == (

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finlm.diagnose.lines import DERIVED, GOES_ON_AFTER, LAST_WORDS, Hit, Log, Raised, exceptions, tail_lines
+from finlm.diagnose.lines import DERIVED, GOES_ON_AFTER, LAST_WORDS, Hit, Log, Raised, exceptions, program_lines
 from finlm.diagnose.prefix import clean
 from finlm.diagnose.read import TRAINER_ENDS, diverged, frame_before, is_of_library
 from finlm.diagnose.signatures import (
@@ -205,10 +205,8 @@ def _last_words(log: Log) -> list[Hit]:
     """Return the error lines in the last lines of a log without other hits, unless the program goes on after them."""
     if log.last_match(ENDED_WELL) >= 0:
         return []
-    lines = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if line.strip()]
-    lines = [line for line in lines if not line[2].startswith("wandb:")]  # what it says at the end of any run
     said: list[Hit] = []
-    for number, offset, text in lines[-LAST_LINES:]:
+    for number, offset, text in program_lines(log)[-LAST_LINES:]:
         if LAST_WORDS.search(text) and not _WARNING.search(text) and not re.search(r"(?i)retry", text):
             said.append(Hit(log.name, number, offset, text, "", None, None, last=offset))
         elif GOES_ON_AFTER.search(text) or log.steps_after(offset - 1):
@@ -346,7 +344,7 @@ def _is_harmless(hit: Hit, log: Log, level: str) -> bool:
     if level == "hint" or warning:
         return steps > 0 or ended_well
     may_be_late = level == "unknown" or (level == "echo" and log.last_match(ENDED_WELL) >= 0)
-    if may_be_late and IGNORED.search(_ignored_before(log, hit)):  # of a thread or object while the process ends
+    if may_be_late and _is_ignored(log, hit):
         return True
     if level != "cause" and log.last_match(SERVES) > max(hit.last, log.last_match(DIED)):
         return True  # one request failed, and the server answers the next
@@ -360,10 +358,11 @@ def _is_harmless(hit: Hit, log: Log, level: str) -> bool:
     return steps >= enough or (ended_well and (steps > 1 or level == "unknown"))  # the summary line counts as one
 
 
-def _ignored_before(log: Log, hit: Hit, lines: int = 25) -> str:
-    """Return the text of the last line that says an exception was ignored, of the `lines` before a hit, else ""."""
+def _is_ignored(log: Log, hit: Hit, lines: int = 25) -> bool:
+    """Return whether one of the `lines` before a hit says that it is ignored, or that of a thread beside training."""
     ignored = [other for other in log.hits if hit.line - lines < other.line < hit.line and IGNORED.search(other.text)]
-    return ignored[-1].text if ignored else ""
+    beside = log.last_match(ENDED_WELL) >= 0 or log.steps_between(0, hit.offset) > 0
+    return bool(ignored) and (beside or "in thread" not in ignored[-1].text)
 
 
 def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: Program, lang: str) -> Finding:

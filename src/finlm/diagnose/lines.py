@@ -25,7 +25,8 @@ _GLOG = re.compile(r"(?:^|[\s\[])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d
 FRAME = re.compile(r'^\s*File (?:"[^"]+", line \d+(?:,? in .+)?|[^"\s]\S*:\d+, in .+)$')  # Python's, IPython's
 # A frame of an installed package, or of a program that is run from a clone of its repository.
 IN_LIBRARY = re.compile(
-    r"-packages/|/(?:llamafactory|llmtuner|swift|axolotl|verl|openrlhf|torchtune|megatron|nemo\w*|deepspeed|transformers|"
+    r"-packages[/\\]|external-libraries/|"
+    r"/(?:llamafactory|llmtuner|swift|axolotl|verl|openrlhf|torchtune|megatron|nemo\w*|deepspeed|transformers|"
     r"accelerate|peft|trl|vllm[\w-]*|mindspeed\w*|sglang|lmdeploy|xtuner|fastchat|unsloth\w*|colossalai|lightning\w*|fairseq|gpt-neox|torchtitan|mlx_lm)/",
     re.IGNORECASE,
 )
@@ -45,7 +46,8 @@ _HELP = re.compile(r"^usage: |^\s+\[-")
 _ASIDE = re.compile(
     r"Retrying .Retry.total=|"
     r"Ignore import error when loading|is preempted by PreemptionMode|failed to mlock|batch ?size will be decreased|"
-    r"failed to shutdown the rendezvous|Error waiting on exit barrier|Cannot use FlashAttention-2 backend for"
+    r"halving the batch|failed to shutdown the rendezvous|"
+    r"Error waiting on exit barrier|Cannot use FlashAttention-2 backend for"
 )
 _CONFIG = re.compile(r"\[config\.py:\d+:print")  # DeepSpeed lists every key, also those that harm nobody
 
@@ -120,6 +122,10 @@ LAST_WORDS = re.compile(
     r"(?:训练|任务|进程|程序|运行|执行|加载|启动).{0,4}(?:失败|出错|异常|崩溃|被杀)|^(?:错误|报错|异常|失败)[:：]|"
     r"^(?!.*(?:warn|Warn|WARN)).*(?:unrecoverable|not responding|[Ss]ervice [Uu]navailable)|"
     + "|".join((_SHELL_ENDS, _RUNTIME_ENDS, _SCHEDULER_ENDS))
+)
+# A command that someone typed at a prompt: what it prints says nothing about the program before it.
+_TYPED = re.compile(
+    r"^(?:\([\w.-]+\) ?)?(?:[$!] ?[\w#]|[\w.-]+@[\w.-]+[:~ ].{0,60}[#$] ?\S|PS [A-Z]:\\|[A-Z]:\\[^>]{0,80}>\S)"
 )
 GOES_ON_AFTER = re.compile(r"\bINFO\b|\b200 OK\b|\| 200 \||POST .* 200$|(?i:\bdone\b|complete|finished|success|saved)")
 
@@ -347,6 +353,17 @@ def exceptions(log: Log) -> list[Raised]:
             hit = Hit(log.name, now.first, log.size, now.frames[-1], *who, None, last=log.size)
             shown.append(Raised(hit, now.frames, now.first, now.source, is_cut=True))
     return shown
+
+
+def program_lines(log: Log) -> list[tuple[int, int, str]]:
+    """Return tail_lines() cleaned, without empty lines and commands typed at the end that print no last words."""
+    lines = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if line.strip()]
+    # What wandb says at the end of any run, and what a program worked around.
+    lines = [line for line in lines if not line[2].startswith("wandb:") and not _ASIDE.search(line[2])]
+    for index in range(len(lines) - 1, max(0, len(lines) - 30), -1):
+        if _TYPED.match(lines[index][2]) and not any(LAST_WORDS.search(text) for _, _, text in lines[index + 1 :]):
+            del lines[index:]
+    return lines
 
 
 def tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
