@@ -22,8 +22,8 @@ from typing import Any
 from finlm.base import files
 
 _TABLE = "transformers.utils.import_utils"
-# Modules that import a large package for what finlm does not use: the losses of detectors scipy, these that of their
-# value. finlm imports torchao itself (fp8, lora.quantize), and refuses models that torchao has quantised.
+# The package that a module imports for what finlm does not use; the losses of detectors (loss.loss_*) import scipy.
+# finlm imports torchao itself (fp8, lora.quantize), and refuses models that torchao has quantised.
 _LEFT_OUT = {
     "transformers.quantizers.quantizer_torchao": "torchao",
     "transformers.generation.candidate_generator": "sklearn",  # by transformers 5.17
@@ -55,12 +55,12 @@ class _Hastened(importlib.abc.MetaPathFinder):
 def _keep_table(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Execute transformers.utils.import_utils, then let its table of models come from a file."""
     execute(module)
-    scan = module.define_import_structure
+    scan: Callable[..., Table] = module.define_import_structure
     models = Path(module.__file__ or "").parents[1] / "models"
 
     def define_import_structure(module_path: str | Path, prefix: str | None = None) -> Table:
         if Path(module_path) not in (models, models / "__init__.py"):
-            return dict(scan(module_path, prefix))
+            return scan(module_path, prefix)
         table = _read_table(models, lambda: scan(models))
         return {
             needs: {f"{prefix}.{name}" if prefix else name: names for name, names in modules.items()}

@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     imports.hasten_transformers()
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which lists GPU code it cannot load
+    for name in ("torchao", "torch.utils._pytree"):  # torchao lists GPU code that it cannot load
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         command_line.resolve(options)

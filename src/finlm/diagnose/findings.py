@@ -46,7 +46,6 @@ SERVES = re.compile(  # of a server: vLLM, SGLang; llama.cpp; ollama; TGI
     rb'"POST \S+ HTTP/[\d.]+" 200\b|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )|request: POST \S+ \S+ 200\b|'
     rb"\[GIN\].{0,40}\| 200 \||text_generation_router::server: \S+ Success"
 )
-OF_A_REQUEST = ("chat_template_missing", "row_too_long", "image_tokens_cut")  # what a server refuses, and lives on
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 # The line itself says what is done instead.
 _GOES_ON = re.compile(
@@ -325,7 +324,7 @@ def _counting(signature: Signature, matches: Matches, by_name: dict[str, Log]) -
             if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
             level = pattern.level if signature.id != "unknown" else "unknown"
-            level = "symptom" if signature.id in OF_A_REQUEST else level
+            level = "symptom" if signature.of_request else level
             if pattern.lasting or not _is_harmless(hit, log, level):
                 facts = {name: value.strip() for name, value in match.groupdict().items() if value}
                 facts = {name: _fill_sentence(value, facts) for name, value in pattern.says} | facts
@@ -361,8 +360,9 @@ def _is_harmless(hit: Hit, log: Log, level: str) -> bool:
 def _is_ignored(log: Log, hit: Hit, lines: int = 25) -> bool:
     """Return whether one of the `lines` before a hit says that it is ignored, or that of a thread beside training."""
     ignored = [other for other in log.hits if hit.line - lines < other.line < hit.line and IGNORED.search(other.text)]
-    beside = log.last_match(ENDED_WELL) >= 0 or log.steps_between(0, hit.offset) > 0
-    return bool(ignored) and (beside or "in thread" not in ignored[-1].text)
+    if not ignored or "in thread" not in ignored[-1].text:
+        return bool(ignored)
+    return log.last_match(ENDED_WELL) >= 0 or log.steps_between(0, hit.offset) > 0
 
 
 def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: Program, lang: str) -> Finding:

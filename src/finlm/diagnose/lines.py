@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finlm.diagnose import prefix
-from finlm.diagnose.prefix import clean
+from finlm.diagnose.prefix import CONTEXT, clean, failing_code
 
 _NCCL_HOST = re.compile(r"^(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\]")
 _RANK = re.compile(r"\[Rank (\d+)\]|\brank(?:\s*:\s*|=)(\d+)")
@@ -335,13 +334,13 @@ def exceptions(log: Log) -> list[Raised]:
                 told = Raised(hit, now.frames, now.first, now.source, chained=who in chained, before=now.before)
                 chained.discard(who)
                 shown.append(told)
-            elif code := prefix.failing_code(text, now.frames):
+            elif code := failing_code(text, now.frames):
                 now.source = code
             elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
                 now.between += 1
                 if now.between > 41:
                     del opened[who]
-            elif text.strip(" ~^") and not prefix.CONTEXT.match(text):
+            elif text.strip(" ~^") and not CONTEXT.match(text):
                 now.source = now.source or text.strip()
         elif told and len(told.message) < MESSAGE_LINES and not SPEAKS.match(text):
             if number == told.hit.line + len(told.message) + 1:

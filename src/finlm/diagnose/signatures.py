@@ -75,7 +75,8 @@ class Signature:
     """A cause: its id, texts and patterns, and the expressions that read facts from the lines around a match.
 
     `doctor`: the check of `finlm doctor` that sees it before launch. `threads`: URLs of issues. `waits`: its rank only
-    waited for others. Without `names_cause` it says only how a run of unknown cause ended.
+    waited for others. `of_request`: a server may refuse one request so and go on. Without `names_cause` it says only
+    how a run of unknown cause ended.
     """
 
     id: str
@@ -86,6 +87,7 @@ class Signature:
     doctor: str | None
     threads: tuple[str, ...]
     waits: bool = False
+    of_request: bool = False
     names_cause: bool = True
 
 
@@ -144,8 +146,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         facts=tuple(entry.get("facts", ())),
         doctor=entry.get("doctor"),
         threads=tuple(entry.get("threads", ())),
-        waits=entry.get("waits", False),
-        names_cause=entry.get("names_cause", True),
+        **{key: entry[key] for key in ("waits", "of_request", "names_cause") if key in entry},
     )
 
 
