@@ -232,6 +232,18 @@ def held(step: int) -> None:
     pretrain.Guard.judge = judged  # type: ignore[method-assign]
 
 
+def paced(seconds: float) -> None:
+    """Steps take so much longer, asleep: a run that is to last leaves the cores to others."""
+    plain = pretrain.log_step
+
+    def log_step(*arguments: Any) -> entry.Step:
+        done = plain(*arguments)
+        time.sleep(seconds)
+        return done
+
+    pretrain.log_step = log_step
+
+
 def disks_of_their_own(announced: int | None) -> None:
     """Each rank is a host whose checkpoints lie in disk-RANK; the launcher announced this step."""
     folder = f"disk-{os.environ['RANK']}"

@@ -73,7 +73,9 @@ def with_fault(directory: Path, fault: str) -> str:
     """A PYTHONPATH with which launched ranks call a function of faults.py before they begin, for example "fp16()"."""
     directory.mkdir(parents=True, exist_ok=True)
     is_rank = 'sys.orig_argv[-3:-1] == ["-m", "finlm.train"]'
-    (directory / "sitecustomize.py").write_text(f"import sys\nif {is_rank}:\n    import faults\n    faults.{fault}\n")
+    hasten = "from finlm.base.imports import hasten_transformers\n    hasten_transformers()"  # as the rank does, later
+    call = f"import sys\nif {is_rank}:\n    {hasten}\n    import faults\n    faults.{fault}\n"
+    (directory / "sitecustomize.py").write_text(call)
     return os.pathsep.join(map(str, (directory, ROOT / "tests", ROOT / "src")))
 
 

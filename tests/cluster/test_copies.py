@@ -11,7 +11,7 @@ from finlm.base.rundir import RunDir
 
 from .conftest import Unbroken
 from .netcluster import Cluster
-from .training import LONG, Training, command, losses, the_run, write_hostfile
+from .training import Training, long_command, losses, the_run, write_hostfile
 
 
 def starts(run: RunDir) -> list[int]:
@@ -25,7 +25,7 @@ def stop(training: Training) -> str:
 
 def test_without_copies_a_lost_host_is_not_to_be_left_out(pair: Cluster, tiny: tuple[str, ...]) -> None:
     write_hostfile(pair[0], "n0 slots=1", "n1 slots=1")
-    line = command([*tiny, *LONG])
+    line = long_command(pair, tiny)
     training = Training(pair, line)
     step = training.row("checkpoint", 10)["step"]
     pair[1].power_off()
@@ -46,7 +46,7 @@ def test_with_copies_a_lost_host_is_replaced_or_left_out_and_the_losses_are_thos
     pair: Cluster, tiny: tuple[str, ...], unbroken: Unbroken
 ) -> None:
     write_hostfile(pair[0], "n0 slots=1", "n1 slots=1")
-    line = command([*tiny, *LONG, "checkpoint.copies=1"])
+    line = long_command(pair, tiny, "checkpoint.copies=1")
 
     training = Training(pair, line)
     copied = training.row("copied")["step"]

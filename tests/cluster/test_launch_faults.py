@@ -16,7 +16,7 @@ import pytest
 
 from .netcluster import INTERFACES, WORK, Cluster
 from .syncing import ENV, until
-from .training import PATIENCE_SECONDS, Training, command, pids, processes, the_run, write_hostfile
+from .training import PATIENCE_SECONDS, Training, long_command, pids, processes, the_run, write_hostfile
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def line(tiny: tuple[str, ...]) -> list[str]:
-    """The command of every test here: thousands of steps, a checkpoint every 20."""
-    long = ("train.steps=20000", "checkpoint.every_steps=20", "eval.every_steps=20000")
-    return command([*tiny, *long, f"hosts={{n1: {{env: {{PYTHONPATH: {WORK}/stuck}}}}}}"])
+def line(hosts: Cluster, tiny: tuple[str, ...]) -> list[str]:
+    """The command of every test here: thousands of steps, a checkpoint every 10."""
+    return long_command(hosts, tiny, f"hosts={{n1: {{env: {{PYTHONPATH: {WORK}/stuck}}}}}}")
 
 
 def test_a_killed_rank_is_named_with_its_exit_code(hosts: Cluster, line: list[str]) -> None:
-    training = Training(hosts, line).reach(25)
+    training = Training(hosts, line).reach(15)
     training.kill(hosts[1], "finlm.train ")
     said = training.over().said
     assert training.process.returncode == 128 + signal.SIGKILL
@@ -61,7 +60,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_resumes(hosts: Cluster
     assert "resuming" in said and training.process.returncode == 1
     assert "error: finlm's agent on n1 (rank 1)" in said and "n1 itself answers" in said
     starts = [row["step"] for row in the_run(hosts[0]).read_events("start")]
-    assert starts[0] == 0 and starts[1] >= 20 and starts[1] % 20 == 0
+    assert starts[0] == 0 and starts[1] >= 10 and starts[1] % 10 == 0
 
 
 def test_a_rank_that_goes_nowhere_is_named_with_its_stack(hosts: Cluster, line: list[str]) -> None:
@@ -81,7 +80,7 @@ def test_a_full_disk_of_one_host_costs_checkpoints_kill_9_leaves_no_rank_and_a_n
     hosts[1].run("mkdir", "-p", f"{WORK}/runs")
     hosts[1].run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", f"{WORK}/runs")
     other = [*line, "--set", "train.seed=8"]
-    training = Training(hosts, other).reach(25)
+    training = Training(hosts, other).reach(15)
     hosts[1].run("sh", "-c", f"cat /dev/zero > {WORK}/runs/full 2> /dev/null || true")
     incident = training.row("incident", what="checkpoint not saved")
     assert incident["detail"].startswith("n1: ")
@@ -109,7 +108,7 @@ def test_a_run_goes_on_where_it_was_started_and_from_the_step_announced(hosts: C
     for host in hosts.hosts:  # rank 0 is not where the command is typed
         write_hostfile(host, "n1 slots=1", "n0 slots=1")
     other = [*line, "--set", "train.seed=9"]
-    training = Training(hosts, other).reach(25)
+    training = Training(hosts, other).reach(15)
     run, (launcher, *_) = the_run(hosts[0]), (pids(hosts[0], "-m finlm train"))
     inside = Path(f"/proc/{launcher}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1]
     said = from_the_other_host(hosts, other)

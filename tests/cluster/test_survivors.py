@@ -13,9 +13,9 @@ from .conftest import Unbroken
 from .netcluster import Cluster
 from .syncing import until
 from .test_copies import starts
-from .training import LONG, PATIENCE_SECONDS, Training, command, losses, the_run, write_hostfile
+from .training import PATIENCE_SECONDS, Training, long_command, losses, the_run, write_hostfile
 
-ALONE = (*LONG, "checkpoint.copies=1", "launch.restarts=3", "launch.restart_wait_seconds=1")
+ALONE = ("checkpoint.copies=1", "launch.restarts=3", "launch.restart_wait_seconds=1")
 
 
 def successor(cluster: Cluster, run: RunDir) -> RunDir:
@@ -32,7 +32,7 @@ def test_the_run_goes_on_without_a_lost_host_and_with_it_once_it_answers(
     write_hostfile(pair[0], "n0 slots=1", "n1 slots=1")
     notices = pair[0].work / "notices.txt"
     notice = f"launch.notify='echo \"$FINLM_EVENT $FINLM_TEXT\" >> {notices}'"
-    training = Training(pair, command([*tiny, *ALONE, notice]))
+    training = Training(pair, long_command(pair, tiny, *ALONE, notice))
     training.row("copied")
     first = the_run(pair[0])
     pair[1].power_off()
@@ -58,7 +58,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_whose_part_a_neighbour_has_in_me
 ) -> None:
     write_hostfile(trio[0], "n0 slots=1", "n1 slots=1", "n2 slots=1 spare")
     keep = "checkpoint.copies=0", "checkpoint.every_steps=20000", "checkpoint.memory_minutes=0.01"
-    training = Training(trio, command([*tiny, *ALONE, *keep]))  # nothing on any disk
+    training = Training(trio, long_command(trio, tiny, *ALONE, *keep))  # nothing on any disk
     training.row("in_memory")
     first = the_run(trio[0])
     trio[1].power_off()
@@ -77,7 +77,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_whose_part_a_neighbour_has_in_me
 def test_of_two_hosts_lost_at_once_a_spare_takes_the_place_of_one(tmp_path: Path, tiny: tuple[str, ...]) -> None:
     with Cluster(4, tmp_path / "cluster") as cluster:
         write_hostfile(cluster[0], "n0 slots=1", "n1 slots=1", "n2 slots=1", "n3 slots=1 spare")
-        training = Training(cluster, command([*tiny, *ALONE, "batch.tokens_per_step=3072"]))
+        training = Training(cluster, long_command(cluster, tiny, *ALONE, "batch.tokens_per_step=3072"))
         training.row("copied")
         first = the_run(cluster[0])
         cluster[1].power_off()

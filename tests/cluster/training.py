@@ -14,20 +14,27 @@ from finlm.base.rundir import RunDir
 
 from .netcluster import WORK, Cluster, Host, signal_all
 from .syncing import ENV, until
-from helpers import QUICKSTART, sets
+from helpers import QUICKSTART, sets, with_fault
 
-LONG = (  # a run that is still training when a host is lost
+LONG = (
     *("train.steps=20000", "zero.stage=1", "checkpoint.every_steps=10", "eval.every_steps=20000"),
     "eval.max_tokens_per_source=500",
 )
 PATIENCE_SECONDS = 250  # a guard: a fault ends a run in 3 to 40 s, and the machine may be busy
 ONE_THREAD = "env={OMP_NUM_THREADS: '1'}"  # all hosts share this machine's cores
+PACE_SECONDS = 0.1  # a step of LONG at least; at full speed, a test that waits for a time-out trains hundreds
 
 
 def command(overrides: Sequence[str], *more: str) -> list[str]:
     """A `finlm train` of the tiny quickstart on the hosts of WORK/hostfile.txt."""
-    line = [sys.executable, "-m", "finlm", "train", str(QUICKSTART), *sets((*overrides, ONE_THREAD))]
+    line = [sys.executable, "-m", "finlm", "train", str(QUICKSTART), *sets((ONE_THREAD, *overrides))]
     return [*line, "--hostfile", f"{WORK}/hostfile.txt", *more]
+
+
+def long_command(cluster: Cluster, tiny: Sequence[str], *overrides: str) -> list[str]:
+    """command() of a run that is still training when a host is lost, at no more than a step in PACE_SECONDS."""
+    site = with_fault(cluster.base / "site", f"paced({PACE_SECONDS})")
+    return command([*tiny, *LONG, f"env={{OMP_NUM_THREADS: '1', PYTHONPATH: '{site}'}}", *overrides])
 
 
 def losses(run: RunDir) -> dict[int, float]:

@@ -18,7 +18,7 @@ from finlm.launch import start
 def notify(command: str, tmp_path: Path) -> float:
     """Run the command as launch.notify does; the seconds it took."""
     began = time.monotonic()
-    start._run_notify_command(command, "incident", tmp_path, "a host is gone")
+    start._run_notify_command(command, "incident", tmp_path, "a host\n  is gone")
     return time.monotonic() - began
 
 

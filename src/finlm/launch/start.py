@@ -364,8 +364,8 @@ NOTIFY_SECONDS = 60.0
 def notify(command: str | None, event: str, run: Path, text: str) -> None:
     """Run the user's command `launch.notify` in a shell, in a thread; do nothing when it is None.
 
-    The command gets FINLM_EVENT (incident, restart or end), FINLM_RUN (the run directory) and FINLM_TEXT in its
-    environment. This process waits for the thread before it exits; a failure of the command is printed.
+    The command gets FINLM_EVENT (incident, restart or end), FINLM_RUN (the run directory) and FINLM_TEXT (`text` in one
+    line) in its environment. This process waits for the thread before it exits; a failure of the command is printed.
     """
     if command is not None:
         threading.Thread(target=_run_notify_command, args=(command, event, run, text), name="notify").start()
@@ -373,7 +373,8 @@ def notify(command: str | None, event: str, run: Path, text: str) -> None:
 
 def _run_notify_command(command: str, event: str, run: Path, text: str) -> None:
     """Run the shell command of launch.notify, at most 60 s with all that it starts; print when it fails."""
-    env = os.environ | {"FINLM_EVENT": event, "FINLM_RUN": str(run.absolute()), "FINLM_TEXT": text}
+    told = {"FINLM_EVENT": event, "FINLM_RUN": str(run.absolute()), "FINLM_TEXT": " ".join(text.split())}
+    env = os.environ | told
     quiet, line = subprocess.DEVNULL, ["/bin/sh", "-c", command]
     with tempfile.TemporaryFile() as errors:  # a pipe would wait for what the command leaves in the background
         try:  # in a session of its own: Ctrl-C is for the run
