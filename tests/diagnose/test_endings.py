@@ -773,6 +773,23 @@ def test_a_loss_that_went_up_for_good_is_fatal_and_one_that_recovers_or_is_noise
     assert of([*LOSSES, *reversed(LOSSES)]) == []
 
 
+NAN = [
+    "Step\tTraining Loss\n5\t2.7142\n10\tnan\n15\tnan\n",
+    "Step \t Training Loss \t Validation Loss\n500 \t 0.000000 \t nan\n",
+]
+
+
+@pytest.mark.parametrize("table", NAN)
+def test_a_notebooks_table_whose_loss_is_nan_is_fatal_and_one_that_goes_on_is_progress(
+    table: str, findings: Of
+) -> None:
+    assert findings(table)[0].cause == "loss_nan"
+    assert not findings("Step\tTraining Loss\tValidation Loss\tWer\n500\t1.2142\t1.1\tnan\n")
+    assert findings(table + TRACEBACK + "KeyError: 'phase'\n")[0].kind == "code_error"
+    rows = "".join(f"{step}\t1.{step}0000\n" for step in range(10, 60, 10))
+    assert not findings(OOM + "Step\tTraining Loss\n" + rows)
+
+
 def test_of_two_exceptions_of_which_one_follows_from_the_other_the_one_with_a_name_comes_first(findings: Of) -> None:
     first = TRACEBACK.replace("/data/work", "/opt/env/lib/python3.11/site-packages/tool") + "KeyError: 'phase'\n"
     handled = "\nDuring handling of the above exception, another exception occurred:\n\n"

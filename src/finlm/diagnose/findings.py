@@ -177,10 +177,10 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     candidates += rest
     if not candidates and len(by_name) == 1:
         candidates = [_Candidate(unknown, _UNKNOWN, hit, {}, len(hit.text)) for hit in _last_words(logs[0])]
-    if not candidates:
-        risen = filter(None, map(diverged, logs))
-        pattern = Pattern("loss_diverged", "", "symptom", lasting=True)
-        candidates = [_Candidate(signatures.all[pattern.cause], pattern, *told, 0) for told in risen]
+    for cause, hit, facts in filter(None, map(diverged, logs)):
+        if not candidates or cause == "loss_nan":
+            pattern = Pattern(cause, "", "symptom", lasting=True)
+            candidates.append(_Candidate(signatures.all[cause], pattern, hit, facts, 0))
     return [c for c in candidates if not _is_superseded(c, candidates, by_name[c.hit.source])]
 
 

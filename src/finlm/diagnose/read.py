@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO
 
@@ -38,10 +38,11 @@ _NUMBERS = b"0123456789abcdefABCDEF.:-_"  # what tells lines of one shape apart:
 _COMMON = " etaonirs0123456789lcd:.'hpumg,/-[]()fywbNCLIFOE_v=\"kTSARDPM"  # from frequent to rare in logs
 _CLOCK = re.compile(rb"\d:\d\d:\d\d")
 _TEXT = re.compile(rb"[\t -~\x80-\xf4]{12,}|\n")
-_MARKS = (b"loss", b"Loss", b"it/s", b"s/it", b"step")
+_MARKS = (b"loss", b"Loss", b"it/s", b"s/it", b"step", b"Epoch ", b"\t")
 _STEP = re.compile(
     r"""(?:train_)?[Ll]oss['"]?\s*[:=]\s*['"]?-?\d[\d.e+-]* | \b\d+/\d+\s+\[[\d:]+<[^\]]*(?:it/s|s/it)
-      | \b[Ss]tep[\s:=]+\d+ | \bloss\s\d+\.\d+""",
+      | \b[Ss]tep[\s:=]+\d+ | \bloss\s\d+\.\d+ | \[\s*\d+/\d+\s[\d:]+(?:\s<\s[\d:]+)?,[^]]*Epoch
+      | ^\s*\d+\s?\t\s?\d+\.\d{4,6}\b""",
     re.VERBOSE,
 )
 _EPOCH = re.compile(r"(?i)\bepoch\W{0,4}\d+(?![.\d])")
@@ -401,21 +402,42 @@ _LOSS = re.compile(
     r"(?<![\w/.-])(?:train(?:ing)?[_/ ])?loss['\"]?\s*[:=]?\s*['\"]?(?P<loss>\d+\.\d+(?:[eE][+-]?\d+)?)", re.IGNORECASE
 )
 # A model that learns does not leave its lowest loss so far behind for so many steps. Below SMALLEST_LOSS noise does.
-DIVERGED_TIMES, DIVERGED_BY, DIVERGED_STEPS, SMALLEST_LOSS = 4.0, 3.0, 5, 0.5
-FEWEST_LOSSES = 9
+DIVERGED_TIMES, DIVERGED_BY, DIVERGED_STEPS, SMALLEST_LOSS = 4.0, 3.0, 4, 0.5
+FEWEST_LOSSES = 8
 
 
-def diverged(log: Log) -> tuple[Hit, dict[str, str]] | None:
-    """Return the last line with a training loss, and the facts `lowest` and `last`, if the loss went up for good.
+_HEADER = re.compile(r"^\W*(?:Step|Epoch)\b.*\bLoss\b")  # of the table that a notebook shows
 
-    The last losses in the stored end must all be far above the lowest there. None if not, or for few losses.
+
+def _table_losses(lines: Iterable[tuple[int, int, str]]) -> Iterator[tuple[list[str], tuple[int, int, str]]]:
+    """Yield the losses of each row of a notebook's tables among lines, as they are printed, and the row's line."""
+    columns = 0
+    for at in lines:
+        cells = at[2].replace("No log", "-").replace("|", " ").split()
+        if _HEADER.match(at[2]):
+            columns = len(re.findall(r"\bLoss\b", at[2]))
+        elif columns and len(cells) > columns and cells[0].isdigit():
+            yield cells[1 : columns + 1], at
+        elif any(cell.strip("-:") for cell in cells):
+            columns = 0
+
+
+def diverged(log: Log) -> tuple[str, Hit, dict[str, str]] | None:
+    """Return the cause, the last line with a training loss, and facts, if the loss went up for good or a table has nan.
+
+    The last losses in the stored end must all be far above the lowest there: facts `lowest` and `last`. None if not.
     """
-    told = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if "oss" in line]
-    losses = [(float(match["loss"]), at) for at in told if (match := _LOSS.search(at[2]))]
+    lines = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log)]
+    losses = [(float(match["loss"]), at) for at in lines if "oss" in at[2] and (match := _LOSS.search(at[2]))]
+    rows = list(_table_losses(lines))
+    losses += [(float(row[0]), at) for row, at in rows if re.fullmatch(r"\d+\.\d+", row[0])]
     lowest, last = min(losses)[0] if losses else 0.0, [loss for loss, _ in losses[-DIVERGED_STEPS:]]
     far = max(DIVERGED_TIMES * lowest, lowest + DIVERGED_BY)
-    if len(losses) < FEWEST_LOSSES or lowest < SMALLEST_LOSS or min(last) < far:
+    if rows and {"nan", "inf"} & {value.lower() for value in rows[-1][0]}:
+        cause, (number, offset, text), facts = "loss_nan", rows[-1][1], {}
+    elif len(losses) >= FEWEST_LOSSES and lowest >= SMALLEST_LOSS and min(last) >= far:
+        cause, (number, offset, text) = "loss_diverged", losses[-1][1]
+        facts = {"lowest": f"{lowest:.4g}", "last": f"{last[-1]:.4g}"}
+    else:
         return None
-    number, offset, text = losses[-1][1]
-    hit = Hit(log.name, number, offset, text, *of_name(log.name), moment(text), last=offset)
-    return hit, {"lowest": f"{lowest:.4g}", "last": f"{last[-1]:.4g}"}
+    return cause, Hit(log.name, number, offset, text, *of_name(log.name), moment(text), last=offset), facts
