@@ -33,7 +33,7 @@ TINY = (
     "optim.warmup_steps=4",
     "checkpoint.every_steps=10",
     "eval.every_steps=10",
-    "eval.max_tokens_per_source=1000",
+    "eval.max_tokens_per_source=300",
     "launch.restarts=0",  # a test's fault ends its run
     "incidents.straggler.ratio=1000",  # the machine may be busy: its slow ranks are no test's subject
 )

@@ -91,9 +91,9 @@ def test_compiled_layers_sums_and_optimizer_train_as_the_plain_ones(
         waits, sums = zip(*files.read_json(Path(f"{tmp_path / compiled}.0")).values(), strict=True)
         micro_steps = Plan.read(run.plan).gradient_accumulation_steps
         layers = recipe.load(run.recipe).recipe.model.layers if compiled == "true" else 0
-        # The loss's, once a micro-step, on CPUs only; four a step, and DeepSpeed's own clipping, once a group. Before
+        # The loss's, twice a micro-step, on CPUs only; four a step, and DeepSpeed's own clipping, once a group. Before
         # step 3 there are the evaluation and the checkpoint's measure.
-        assert set(waits[2:]) == {micro_steps + (4 if compiled == "true" else 5)}
+        assert set(waits[2:]) == {2 * micro_steps + (4 if compiled == "true" else 5)}
         # A layer's seven matrices; of five products that make two gradients of its inputs, three.
         assert micro_steps > 2 and set(sums) == {(micro_steps - 2) * 7 * layers + micro_steps * 3 * layers}
     for plain, compiled_row in zip(*curves, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import hashlib
 import io
 import os
@@ -167,6 +168,13 @@ def _read(path: Path, child_of: str | None = None) -> Document:
         fix = "recipes are in recipes/<family>/<stage>.yaml" if child_of is None else _BASE_FIX
         fix = fix if isinstance(error, OSError) else "save it as UTF-8"
         raise UserError(problem, evidence=str(error), fix=fix) from None
+    parsed = _parse(text, shown)
+    return Document(copy.deepcopy(parsed.values), dict(parsed.lines))
+
+
+@functools.lru_cache(maxsize=32)  # a command reads a recipe several times, at 0.02 s each
+def _parse(text: str, shown: str) -> Document:
+    """Return the values of a recipe's text, cached: do not change them. `shown` is its file in messages. UserError."""
     try:
         root = YAML(typ="rt").load(text)
         if not isinstance(root, CommentedMap):

@@ -7,6 +7,7 @@ answers, a reference model. That is counted here too; bytes are plan/memory.py's
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class ModelShape(traits.LayerSizes):
     linear: int = 0  # layers of linear attention, beside layers with attention
     keeps_scores: bool = False  # attention's T x T scores stay for the backward pass: they have a soft cap
 
-    @property
+    @functools.cached_property
     def kinds(self) -> list[tuple[int, ModelShape]]:
         """The kinds of layers: for each (number of layers, shape as if all layers were of this kind).
 
@@ -216,17 +217,17 @@ class ModelShape(traits.LayerSizes):
             )
         return sentences
 
-    @property
+    @functools.cached_property
     def layer_sizes(self) -> list[int]:
         """Number of elements of each tensor of a decoder layer, in the model's order."""
         return [math.prod(sizes) for _, sizes in self.tensors]
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Number of parameters of one decoder layer."""
         return sum(self.layer_sizes)
 
-    @property
+    @functools.cached_property
     def layer_matrices(self) -> int:
         """Number of parameters of one layer's matrices, experts' too and convolutions' not."""
         return sum(math.prod(sizes) for name, sizes in self.tensors if len(sizes) > 1 and "conv" not in name)
@@ -253,12 +254,12 @@ class ModelShape(traits.LayerSizes):
         within = [size for layers, kind in self.kinds for size in kind.layer_sizes * layers]
         return [*embedding, *within, *last, *([] if self.tied else embedding)]
 
-    @property
+    @functools.cached_property
     def matrix_parameters(self) -> int:
         """Number of parameters of all layers' matrices, which LoRA freezes and QLoRA keeps in 4 bits."""
         return sum(layers * kind.layer_matrices for layers, kind in self.kinds)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of all parameters."""
         head = 0 if self.tied else self.embedding_parameters

@@ -329,11 +329,11 @@ def _prepared_data(directory: Path | None) -> PreparedData | None:
 
 def packages() -> dict[str, str]:
     """Return {name: version} of every distribution installed in this environment, sorted by name."""
-    versions = {}
+    versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name and name not in versions:  # the first one on sys.path is the one that is imported
-            versions[name] = distribution.version
+        metadata = distribution.metadata  # parsed anew each time
+        if (name := metadata["Name"]) and name not in versions:  # the first one on sys.path is the one that is imported
+            versions[name] = metadata["Version"]
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 

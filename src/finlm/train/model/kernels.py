@@ -286,10 +286,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight_grad: torch.Tensor | None = None
         shrunk = _shrinkage(hidden) if with_grad and hidden.dtype == torch.float16 and ctx.needs_input_grad[1] else None
         kernel = _compile(softmax_gradient) if hidden.is_cuda else softmax_gradient
+        # On a GPU a second kernel, for evaluations alone, would cost more to compile than it saves.
+        needs_gradient = with_grad or hidden.is_cuda
         for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
             part = hidden[start:stop]
-            losses[start:stop], gradient = kernel(part @ weight.T, labels[start:stop], *head)
-            if hidden_grad is None:
+            losses[start:stop], gradient = kernel(part @ weight.T, labels[start:stop], *head, needs_gradient)
+            if hidden_grad is None or gradient is None:
                 continue
             torch.mm(gradient, weight, out=hidden_grad[start:stop])
             if not ctx.needs_input_grad[1]:  # a frozen head, under adapters
@@ -331,12 +333,12 @@ def shape_logits(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.
 
 
 def softmax_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN, with_grad: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (negative log-likelihoods, fp32 [tokens]; gradient of their sum by the logits, in the logits' dtype).
 
     `logits` is [tokens, rows], before factor and cap; `labels` is [tokens], and IGNORED gives 0. Columns from
-    vocab_size on count as minus infinity.
+    vocab_size on count as minus infinity. The gradient is None without `with_grad`.
     """
     scores, slope = shape_logits(logits.float(), form)
     if vocab_size < logits.shape[1]:
@@ -345,13 +347,19 @@ def softmax_gradient(
     target = labels.clamp(min=0)[:, None]
     log_probability = functional.log_softmax(scores, dim=-1)
     picked = log_probability.gather(1, target)
+    losses = -(picked * counted)[:, 0]
+    if not with_grad:
+        return losses, None
+    probability = log_probability.exp_()  # in place: on a CPU, new memory for so many numbers costs more than they do
+    if logits.is_cuda or not counted.all():
+        probability *= counted
     if slope is not None:
-        gradient = (log_probability.exp() * counted).scatter(1, target, torch.expm1(picked) * counted) * slope
-        return -(picked * counted)[:, 0], gradient.to(logits.dtype)
-    gradient = (log_probability.exp() * counted).to(logits.dtype)
+        gradient = probability.scatter(1, target, torch.expm1(picked) * counted) * slope
+        return losses, gradient.to(logits.dtype)
+    gradient = probability.to(logits.dtype)
     # p - 1 is computed in fp32: in bf16 it would lose the small difference of a confident prediction.
     gradient.scatter_(1, target, (torch.expm1(picked) * counted).to(logits.dtype))
-    return -(picked * counted)[:, 0], gradient
+    return losses, gradient
 
 
 def _shrinkage(hidden: torch.Tensor) -> torch.Tensor:
