@@ -38,7 +38,7 @@ DIED = re.compile(
     re.MULTILINE,
 )
 FINISHED = re.compile(rb"`Trainer\.fit` stopped: `max_\w+=\d+` reached")  # Lightning, whose bar tells no steps apart
-_SUCCESS = rb"exits successfully|Training completed|\*\*\* train metrics|Successfully (?:completed\.|assigned)"
+_SUCCESS = rb"exits successfully|Training completed|\*\*\* train metrics|Successfully (?:completed\.|assigned|pulled)"
 ENDED_WELL = re.compile(
     b"|".join((_SUCCESS, b"'status': 'finished'|TrainOutput[(]", FINISHED.pattern, TRAINER_ENDS.encode()))
 )
