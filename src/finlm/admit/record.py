@@ -199,7 +199,7 @@ def _scales(model_type: str) -> dict[str, int]:
 
 
 def _saved_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
-    """Return the bytes of each storage but weights and `states` that `part` saves when its block reads the states."""
+    """Return the bytes of each storage that autograd saves for `part` in block(states), but for weights and states."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), states)}
     forward, kept = part.forward, dict[int, int]()
 

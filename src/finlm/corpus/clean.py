@@ -158,7 +158,7 @@ VERSION = 6
 
 
 class Cleaner:
-    """Maps a raw text to (clean text, None) or ("", reason). Raises UserError for an unreadable keyword list."""
+    """Maps a raw text to (clean text, None) or ("", reason). UserError for an unreadable or empty keyword list."""
 
     def __init__(self, settings: Clean) -> None:
         self.settings = settings
@@ -193,7 +193,7 @@ load = lru_cache(1)(Cleaner)  # a keyword list is an automaton of megabytes
 
 
 def depends_on(settings: Clean) -> dict[str, object]:
-    """Return the rules and the words of the keyword list, for step keys. Raises UserError for an unreadable list."""
+    """Return the rules and the words of the keyword list, for step keys. UserError for an unreadable or empty one."""
     chosen = settings.model_dump(exclude={"perplexity"})
     if settings.bad_keywords is not None:
         chosen["bad_keywords"] = sorted(read_keywords(settings.bad_keywords))
@@ -215,7 +215,7 @@ def _changes(settings: Clean) -> Iterator[tuple[str, Callable[[str], str]]]:
 
 
 def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
-    """Yield (key of data.clean, filter) of the settings, in order. Raises UserError for an unreadable keyword list."""
+    """Yield (key of data.clean, filter) of the settings, in order. UserError for a keyword list unreadable or empty."""
     if settings.garbled:
         yield "garbled", garbled
     if settings.max_digits < 1:

@@ -420,7 +420,10 @@ def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64],
 def write_description(
     directory: Path, entries: Sequence[ShardEntry], inputs: Sequence[documents.InputRead], sources: SourceCounts
 ) -> None:
-    """Write documents.json beside the shards `entries`: the counts `sources`, their sums, files, lengths and values."""
+    """Write documents.json into a shards directory: counts, hashes of input files, lengths, frequent values.
+
+    `sources` are the counts. The lengths are read from the .idx files of the shards `entries` in the directory.
+    """
     about = {
         "sources": sources,
         "total": total_counts(sources),

@@ -286,7 +286,7 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
     splits = [item.split for item in read.inputs]
 
     def settle(table: selection.Table) -> selection.Decisions:
-        """Return the decision codes before near-duplicates are dropped (selection.settle)."""
+        """Return selection.settle()'s codes, with what the two steps above drop; writes files as it does."""
         dropped = np.full(len(table.source), selection.TRAIN, dtype=np.uint8)
         if perplexity_step is not None:
             dropped[perplexity.surprising_documents(perplexity_step, context.data.clean)] = selection.PERPLEXITY

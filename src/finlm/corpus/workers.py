@@ -151,7 +151,7 @@ def map_in_order(
 
 
 def _prepare_worker() -> None:
-    """Set up a worker: ignore Ctrl-C, which the parent handles, and exit when the parent process ends."""
+    """Set up a worker: ignore Ctrl-C, which the parent handles, keep freed memory, exit when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _keep_freed_memory()
     parent = multiprocessing.parent_process()

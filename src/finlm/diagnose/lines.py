@@ -406,8 +406,9 @@ class Ending:
     def facts(self, error: str, frames: Sequence[str], source: str) -> dict[str, str] | None:
         """Return what the rule says of an exception: {name: text}; None if the rule does not fit it.
 
-        `error` is the exception's line, `source` the last frame's line of code, "" if unknown. Names are error, why,
-        source, place, package, those of `says` and the groups of the rule's expression, as far as they are known.
+        `error` is the exception's line, `frames` the 'File "...", line 1, in ...' of its traceback, the last one last,
+        `source` the last one's line of code; both may be empty. Names are error, why, source, place, package, those of
+        `says` and the groups of the rule's expression, as far as they are known.
         """
         telling = next((frame for frame in reversed(frames) if not _PASSES_ON.search(frame)), "".join(frames[-1:]))
         match = self.error.search(_DUMP.sub("", error))

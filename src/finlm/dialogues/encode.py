@@ -349,9 +349,10 @@ _SOUGHT = {"option": "letter", "words": "letter", "number": "number", "terms": "
 
 
 def _right_answer(preference: Preference, checked: Sequence[str]) -> str | None:
-    """Return the row's right answer in the form that the rules compare with; None if it has none and no rule needs it.
+    """Return the row's right answer, in the form that the rules `checked` compare with.
 
-    Raises Refused if rules need it and none of them can use the row's.
+    It is the row's `answer`, else the letter that `chosen` names; None with neither and no rules. Raises Refused if
+    there are rules and none of them can use either.
     """
     said = preference.answer or ""
     by_letter = "option" in checked or "words" in checked

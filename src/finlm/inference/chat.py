@@ -256,7 +256,11 @@ class LocalModel:
     """A model on this machine that `finlm self-qa` asks when no endpoint is named; `fingerprint` tells models apart."""
 
     def __init__(self, path: Path, seed: int) -> None:
-        """Load the model. Raises UserError when the path does not exist, or holds no model with a chat template."""
+        """Load the model, on a GPU if any; `seed` seeds the drawing of tokens.
+
+        Raises UserError when the path does not exist, or holds no whole model with a chat template; RuntimeError when
+        a checkpoint's weights do not fit the model.
+        """
         if not path.exists():
             raise UserError(
                 f"self_qa.model: there is no {path}",

@@ -46,8 +46,8 @@ class State:
     def feed(self, row: Row) -> str:
         """Update the state by an event of events.jsonl; return a line to print about it, "" if it needs none.
 
-        A start or rollback takes back the losses after its step. They have a line, as have evaluations, incidents and
-        restarts; a start has none after the first step.
+        Rollbacks, evaluations, incidents, restarts and starts at step 0 have a line. A start or rollback removes the
+        losses after its step.
         """
         kind, self.last_time = row["kind"], row["time"]
         step = int(row.get("step") or 0)

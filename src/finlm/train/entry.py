@@ -56,7 +56,10 @@ def join_ranks(recipe: Settings, plan: Plan) -> int:
 
 
 def versions(plan: Plan) -> dict[str, str | int]:
-    """Return the fields of the `start` event: world size, device, software versions and parameters."""
+    """Return the fields of the `start` event on world size, device, software versions and parameters.
+
+    On CPU there are two more: cpu_capability and threads.
+    """
     # On CPU, rounding depends on them.
     kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     return {

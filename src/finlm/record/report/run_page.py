@@ -224,7 +224,8 @@ def _last_answers(run: RunDir) -> list[Mapping[str, Any]]:
 def _recipe_values(run: RunDir, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the recipe's values for the page: `written` (key, value, origin), `defaults` (key, value), `files`.
 
-    An invalid recipe, for which `recipe` is empty, gives the values as written.
+    Values are text without credentials; `files` are those that the written ones come from. If `recipe` is empty, as
+    that of an invalid recipe is, the values are those of recipe.yaml, unchecked.
     """
     values, origins = recipe or manifests.unchecked_recipe_values(run), read_object(run.origins)
     written = {key: origin for key in values if (origin := origin_of(key, origins))}

@@ -90,7 +90,7 @@ def _kind(node: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _join(graph: Graph, node: Node, total: Node, product: Node) -> None:
-    """Replace the sum `node` in the graph by an operator that adds `product` to `total`."""
+    """Replace the sum `node` in the graph by an operator that adds `product` to `total`; leaves `product`, unused."""
     # Written without mutation, as passes at this point must be; a later one runs it in place.
     left, right = product.args
     with graph.inserting_before(node):

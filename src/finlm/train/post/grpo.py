@@ -256,8 +256,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[Answers, LogProbs]:
         """Return (ids with the end token, log-probabilities) of an answer to each prompt, in eval mode. Collective.
 
-        `keys` has a row of noise for each prompt; without it the answers are the likeliest. `longest` is the tokens of
-        the longest prompt of any rank. Restores the model's mode.
+        `keys` has a key of row_keys() for each prompt; without it the answers are the likeliest. `longest` is the
+        tokens of the longest prompt of any rank. Restores the model's mode.
         """
         plan, grpo, gathers = self.rank.plan, self.grpo, self.args.ds3_gather_for_generation
         limits = Limits(
@@ -299,7 +299,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return earned
 
     def _reward_answers(self, prompts: list[Prompt], keys: torch.Tensor | None = None) -> torch.Tensor:
-        """Return rewards of likeliest answers, or drawn by noise `keys`: [prompts, terms], NaN for None. Collective."""
+        """Return the rewards of an answer to each prompt: fp32 [prompts, terms] on the CPU, NaN for None. Collective.
+
+        Answers are the likeliest, or drawn by `keys`, row_keys() of the prompts. Every rank passes the same prompts and
+        answers a part of them. Raises ValueError without prompts.
+        """
         longest = max(len(prompt["prompt_ids"]) for prompt in prompts)
 
         def reward(numbers: list[int]) -> torch.Tensor:
