@@ -123,9 +123,10 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new_keys: bool) -
 
 
 def locate(recipe: Recipe) -> Shards | None:
-    """Return the recipe's shards, or None if a step, a local source or the start model is missing. Makes nothing.
+    """Return the recipe's shards, or None if a step, the start model or a file of the data is missing. Makes nothing.
 
-    Raises UserError for a data.prepared, a source or a tokenizer that cannot be used, and for damaged shards.
+    Files of the data are those of sources (also of Hub sets), benchmarks and the clean set. Raises UserError for a
+    data.prepared, a source or a tokenizer that cannot be used, and for damaged shards.
     """
     if recipe.data.prepared is not None:
         return _check_prepared(recipe, recipe.data.prepared)

@@ -274,7 +274,7 @@ class Runs:
     def run(self, stage: int) -> RunDir:
         """Return the finished run at this ZeRO stage; prepare and train it at the first call.
 
-        Raises RuntimeError with the last line of its log if it failed.
+        Raises UserError if it cannot be prepared or planned, RuntimeError with the last line of its log if it failed.
         """
         if stage not in self.made:
             loaded = recipe.load(RECIPE, self._overrides(stage))
@@ -337,7 +337,7 @@ def losses(run: RunDir) -> list[float]:
 def check_stages(runs: Runs) -> str:
     """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not change; "" if all is well.
 
-    Trains the runs that are not there yet. Raises RuntimeError when ranks fail.
+    Trains the runs that are not there yet; raises what Runs.run() raises.
     """
     expected = losses(runs.run(0))
     for stage in (1, 3):
@@ -351,7 +351,7 @@ def check_resume(runs: Runs) -> str:
     """Train a copy of the run, without its last checkpoint, to the end again; return what is wrong, "" if nothing.
 
     It is wrong if the copy does not begin at its checkpoint, step STEPS // 2, or if its losses differ from the run's.
-    Raises FileExistsError if scratch/half exists, RuntimeError when the ranks fail.
+    Raises what Runs.run() raises, and FileExistsError if scratch/half exists.
     """
     whole = runs.run(1)
     half = RunDir(runs.scratch / "half" / whole.path.name)

@@ -221,7 +221,10 @@ def _load(
 
 
 def _declare_kinds(options: argparse.Namespace) -> None:
-    """Declare, for this process, the GPU kinds that --calibrate measured or that options describe. Raises UserError."""
+    """Declare, for this process, the GPU kinds that --calibrate or finished runs measured, or that options describe.
+
+    Raises UserError for a damaged table or list of runs, and for a description that cannot be used.
+    """
     from finlm.plan import gpus
 
     gpus.declare_calibrated()

@@ -142,7 +142,7 @@ class Prefilter:
     def places(self, lines: Sequence[bytes]) -> dict[int, list[tuple[int, str]]]:
         """Return {index of a line: [(byte offset in the line, literal)]} for the lines that have literals.
 
-        Literals may overlap and are ordered by their ends; case counts.
+        Literals may overlap and are ordered by their ends; case counts. Each is its UTF-8 bytes read as Latin-1.
         """
         places: dict[int, list[tuple[int, str]]] = {}
         ends = [sum_ + i for i, sum_ in enumerate(accumulate(map(len, lines)), 1)]
@@ -261,11 +261,12 @@ def _utf16(data: bytes) -> codecs.IncrementalDecoder | None:
 def _candidates(
     block: bytes, seen: set[int], kept: dict[int, list[Hit]], offset: int, prefilter: Prefilter
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, shape), in bytes of the block, of lines that have a literal and whose shape is not yet known.
+    """Yield (start, end, shape), in bytes of the block, of lines with a literal and a shape that is not in `seen`.
 
-    A shape is the hash of a line without its numbers. Adds to `seen` the shapes that need no further look: without a
-    literal, or kept often enough. Updates `last` of the hits in `kept` and the prefilter's `varied`. `offset` is the
-    block's in the log.
+    Of an endless line, yields the parts around its literals. A shape is the hash of a line without its numbers. Before
+    the next one, the caller must add a hit to kept[shape]; at a launch, first clear seen, kept and prefilter.count.
+    Adds to `seen` shapes without a literal and those with SAME_SHAPE hits. Updates the last hits' `last`, and the
+    prefilter's `varied` and `count`. `offset` is the block's in the log.
     """
     block = block.replace(b"\r", b"\n")  # a redrawn bar is a line on the screen; the length stays the same
     if b"\0" in block:

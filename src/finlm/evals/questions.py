@@ -202,7 +202,7 @@ def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
 
 
 def _read_cflue(path: Path) -> Iterator[Question]:
-    """Yield the questions of CFLUE's knowledge.json. Raises UserError if it is missing or a row is bad."""
+    """Yield the questions of CFLUE's knowledge.json. UserError if it is missing, no JSON, has no rows, or a bad row."""
     fix = f"give the folder that holds {CFLUE_FILE} with --data ({FETCH['cflue']})"
     if not path.is_file():
         raise UserError(f"there is no {path}", fix=fix)

@@ -141,7 +141,7 @@ def train_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
 def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
     """Return the training rows of a preference stage: a pair a row, or a prompt for grpo. Writes no index.
 
-    Documents that are left over at the end are in no row. No piece is cut, however long.
+    A last document without a partner is in no row. No piece is cut, however long.
     """
     parts, together = shards.split("train"), recipe.sequences_per_row
     sources = tuple(

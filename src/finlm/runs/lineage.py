@@ -221,7 +221,8 @@ def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> It
 def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
     """Return a clause to add behind an error's fix, often beginning with "or": what to do without the hosts `lost`.
 
-    It is about the newest unfinished run of this name below `runs`; None for a new run.
+    If the newest unfinished run of this name below `runs` used them, it says which checkpoint is left. `runs` is None
+    for a new run. Prints the runs whose manifest or plan is damaged.
     """
     for run, former, planned in _list_same_data(wanted, None, runs) if runs else ():
         if former.name == wanted.name and not run.is_trained():

@@ -296,10 +296,10 @@ class Rank(Generic[R]):
 
 
 def open_rank(run_path: Path, recipe: R) -> Rank[R]:
-    """Install signal handlers, open the run directory, whose recipe is `recipe`, join the process group; return a Rank.
+    """Call note_signals(), open the run directory, whose recipe is `recipe`, call join_ranks(), and return a Rank.
 
-    Raises UserError when run_path is no run directory or its plan or shards cannot be read, and RuntimeError when the
-    plan has another number of ranks.
+    join_ranks() selects the GPU and seeds all generators. Raises UserError when run_path is no run directory or its
+    plan or shards cannot be read, and RuntimeError when the plan has another number of ranks.
     """
     started = time.monotonic()
     note_signals()

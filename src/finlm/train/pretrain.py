@@ -200,10 +200,10 @@ class Guard:
         self.rollbacks = self._restore(step)
 
     def _restore(self, step: int) -> list[tuple[int, int]]:
-        """Restore the watch from the loaded checkpoint of `step`; return the rollbacks in events.jsonl. Collective.
+        """Restore the watch from the loaded checkpoint of `step`; return (step, data step) of all recorded rollbacks.
 
         If the checkpoint has no watch (step 0, an earlier version), the losses up to `step` come from events.jsonl.
-        Watches gradients if the checkpoint did, and notes the loss scale, which the engine has loaded.
+        Watches gradients if the checkpoint did, and remembers the engine's loss scale. Collective.
         """
         history: list[Any] = [_read_history(self.s.run, step) if distributed.get_rank() == 0 else None]
         distributed.broadcast_object_list(history)  # without a shared disk only rank 0's host has the events

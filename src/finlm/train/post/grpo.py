@@ -231,7 +231,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def _read(self, step: int) -> Iterator[list[Prompt]]:
         """Yield this rank's prompts of a step (0-based), a prompt per answer: the same list at each micro-step.
 
-        Seeds torch, adds the prompts to the checksum, and sets what generating reads (numbers, keys, asked, longest).
+        Seeds torch, adds the prompts to the checksum, and sets trl's count of micro-steps (_step) and what generating
+        reads (numbers, keys, asked, longest).
         """
         grpo, plan = self.grpo, self.rank.plan
         self._step = step * plan.gradient_accumulation_steps
