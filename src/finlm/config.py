@@ -291,9 +291,10 @@ def lr_at(optim: Optim, steps: int, step: int) -> float:
 def write_page(path: Path, parent: Path) -> list[Path]:
     """Append a section about a new recipe to README.md beside it, or write that file; return the paths written.
 
-    `path` is the new recipe, `parent` the one it was made from. For recipes/FAMILY/STAGE.yaml in a checkout, also
-    writes configs/ds/FAMILY-STAGE.json. Without a plan (data or parent model are missing), numbers and settings are
-    left out. Raises UserError for an invalid recipe or settings that DeepSpeed would refuse.
+    `path` is the new recipe, `parent` the one it was made from. If `path` is recipes/FAMILY/STAGE.yaml, relative, and
+    configs/ds is in the current directory, also writes configs/ds/FAMILY-STAGE.json. Without a plan (data or parent
+    model are missing), numbers and settings are left out. Raises UserError for an invalid recipe, and after README.md
+    is written for settings that DeepSpeed would refuse.
     """
     wanted = recipes.load(path).recipe
     plan, settings = None, None

@@ -406,7 +406,7 @@ def _verify_resume(options: argparse.Namespace) -> int:
 
 
 def _print_comparison(comparison: Comparison, first: Path | str, second: Path | str, as_json: bool) -> int:
-    """Print the comparison of two runs by these names, and JSON if as_json; return 0 if they are equal, else 1."""
+    """Print how two runs of these names differ; with as_json print JSON too. Return 0 if they are equal, else 1."""
     from finlm.record import compare
 
     for line in compare.format_comparison(comparison, (str(first), str(second))):

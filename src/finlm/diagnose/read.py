@@ -360,7 +360,7 @@ def _hit(name: str, raw: bytes, before: bytes, host: str, rank: int | None) -> H
 
 
 def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:
-    """Return (byte offset, text) of the lines on which training made progress; `offset` is where `data` begins."""
+    """Return (byte offset of a line, its words that tell the step) of lines of progress; `data` begins at `offset`."""
     steps = []
     place = offset
     for raw in re.split(rb"[\r\n]", data):

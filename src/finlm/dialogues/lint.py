@@ -242,7 +242,7 @@ LEARNT, CONTEXT, MARK = "bold green", "", "cyan"
 
 
 def print_summary(recipe: Recipe, shards: Shards, seen: Seen) -> None:
-    """Print a table of the dialogues used, of what is learnt (`seen`), and of rows left out: five reasons a source."""
+    """Print a table: dialogues used, what is learnt (`seen`), and why rows were left out (five reasons per source)."""
     counts = prepared_counts(shards)
     rows = [
         [

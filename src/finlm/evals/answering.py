@@ -334,7 +334,8 @@ def answer_questions(
     """Return the model's answer to each question, in order; ask only those without a line in `ledger`.
 
     Appends new answers to `ledger`, shows the progress. Raises UserError for mode chat without a chat template, and
-    when the ledger cannot be written; ValueError in mode cloze if the template alters an answer.
+    when the ledger cannot be made; OSError when it cannot be read or the disk is full; ValueError in mode cloze if the
+    template alters an answer.
     """
     if mode == "chat" and not opened.tokenizer.chat_template:
         raise UserError(

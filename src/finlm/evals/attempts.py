@@ -178,10 +178,10 @@ def is_majority_right(attempts: Sequence[Graded]) -> bool:
 
 
 def check(recipe: Recipe, options: Options) -> Grpo:
-    """Return the recipe's grpo section, or raise UserError if the command cannot run.
+    """Return the recipe's grpo section.
 
-    That is for a stage other than grpo, rewards that check no right answer or need a model or function, an existing
-    file options.best, and neither options.model nor self_qa.endpoint.
+    Raises UserError when the stage is not grpo; when no reward checks a right answer, or one needs a model or function;
+    when the file options.best exists; when neither options.model nor self_qa.endpoint is set.
     """
     grpo = recipe.grpo
     if grpo is None:

@@ -128,8 +128,9 @@ class Restarts:
     def wait_after(self, failure: RunFailed, plan: Plan, seen: int) -> None:
         """Note a failed launch and sleep before the next launch; raise `failure`, or HostLost, when there must be none.
 
-        `seen` is the number of rows of events.jsonl before that launch. Adds to the failure's evidence why there is no
-        restart, and to its fix what to do about a bad host. A wait is printed and recorded as a `restart` event.
+        `seen` is the number of rows of events.jsonl before that launch. A final failure, and any if launch.restarts is
+        0, is raised as it is. Otherwise adds to its evidence why there is no restart, and to its fix what to do about a
+        bad host; may ask the hosts over ssh. A wait is printed and recorded as a `restart` event.
         """
         limit = self.recipe.launch.restarts
         if failure.is_final or not limit:

@@ -360,7 +360,10 @@ def page_values(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """Return names without parts that all share: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121, b-1122 -> a, b."""
+    """Return names without first parts (up to a dash) that all share, and last parts not needed to tell them apart.
+
+    a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121, b-1122 -> a, b.
+    """
     parts = [name.split("-") for name in names]
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]

@@ -237,7 +237,7 @@ HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source
 def print_outcome(run: RunDir, stage: str) -> None:
     """Print losses, speed, paths and promises of a finished run, and commands to try next, to stderr.
 
-    A run that went on from its last step in a new directory has no steps here, and no training loss.
+    Leaves out training loss and speed of a run that took no step itself: it began where another had done all steps.
     """
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
     speeds = sorted(step["tokens_per_second"] for step in steps if step["tokens_per_second"] is not None)

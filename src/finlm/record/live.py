@@ -238,8 +238,8 @@ def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
 def watch(run: RunDir) -> int:
     """Show a run on stdout until it ends, through its restarts; return 0 if it finished, else 1.
 
-    Also returns 0 when nobody reads stdout any more. Ctrl-C leaves the run running. Raises UserError for a damaged
-    plan.json, and OSError if there is none.
+    Also returns 0 when nobody reads stdout any more. Ctrl-C raises KeyboardInterrupt; the run goes on. Raises UserError
+    for a damaged plan.json, and OSError if there is none.
     """
     with show_run(Plan.read(run.plan), is_result=True) as view:
         for number, rows in enumerate(until_over(run, view.state)):

@@ -78,7 +78,7 @@ def kill_all(run: Path) -> str:
 def cut_connection(run: Path) -> str:
     """Kill the ssh server's process that carries the run's agent, and return a text that says so.
 
-    Raises LookupError when no agent here came over ssh.
+    Raises LookupError when no agent here came over ssh, OSError when a process ends meanwhile or cannot be killed.
     """
     for pid in find_processes(run, AGENT):
         parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
@@ -157,6 +157,7 @@ def fill_disk(run: Path) -> str:
     return f"{filled / 2**20:,.0f} MiB filled for {FULL_SECONDS:g} s"
 
 
+# Each raises LookupError or OSError when it cannot be caused.
 FAULTS: dict[str, Callable[[Path], str]] = {
     "rank-killed": lambda run: send_signal(run, RANK, signal.SIGKILL),
     "rank-stopped": lambda run: send_signal(run, RANK, signal.SIGSTOP),
