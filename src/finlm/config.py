@@ -293,8 +293,8 @@ def write_page(path: Path, parent: Path) -> list[Path]:
 
     `path` is the new recipe, `parent` the one it was made from. If `path` is recipes/FAMILY/STAGE.yaml, relative, and
     configs/ds is in the current directory, also writes configs/ds/FAMILY-STAGE.json. Without a plan (data or parent
-    model are missing), numbers and settings are left out. Raises UserError for an invalid recipe, and after README.md
-    is written for settings that DeepSpeed would refuse.
+    model are missing), numbers and settings are left out. Raises UserError for an invalid recipe, or settings that
+    DeepSpeed would refuse, before it writes.
     """
     wanted = recipes.load(path).recipe
     plan, settings = None, None
@@ -303,13 +303,14 @@ def write_page(path: Path, parent: Path) -> list[Path]:
     page, folder = path.parent / "README.md", Path("configs/ds")
     if plan is not None and folder.is_dir() and path.parent.parent == Path("recipes"):
         settings = folder / f"{path.parent.name}-{path.stem}.json"
+    text = None if plan is None or settings is None else _text(deepspeed_settings(wanted, plan))
     before = page.read_text(encoding="utf-8").rstrip() + "\n\n#" if page.exists() else ""
     title = wanted.name if before else path.parent.name
     lines = _page_lines(path, parent, settings, wanted, plan)
     files.write_text(page, f"{before}# {title}\n\n" + "\n".join(lines) + "\n")
-    if plan is None or settings is None:
+    if settings is None or text is None:
         return [page]
-    files.write_text(settings, _text(deepspeed_settings(wanted, plan)))
+    files.write_text(settings, text)
     return [page, settings]
 
 

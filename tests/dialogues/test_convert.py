@@ -363,7 +363,7 @@ def test_exchanges_longer_than_a_row_are_told_and_warned_of(make: Make, capsys: 
     wanted = make([*rows, turns("很长？", "很长的回答，" * 60)], "data.held_out_fraction=0")
     shards = prepared(wanted)
     assert "20 exchanges longer than a row left out; 1 left out: longer than a row" in capsys.readouterr().err
-    lint.print_summary(wanted, shards, lint.count_labels(wanted, shards))
+    lint.print_summary(shards, lint.count_labels(wanted, shards))
     assert "20 longer than a row" in capsys.readouterr().out
     found = {finding.check: finding for finding in lint.check(wanted, shards)}
     assert found["exchanges-left-out"].level == "warning"

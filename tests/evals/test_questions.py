@@ -103,11 +103,13 @@ def test_the_exam_asks_what_laws_answer_and_recall_what_only_the_text_says() -> 
         ({"choices": "{'A': '对', 'C': '错'}", "answer": "A"}, "options A, C"),
         ({"choices": "对", "answer": "A"}, "ValueError"),
         ({"answer": "A"}, "choices"),
+        ({"choices": "{'A': '对', 'B': '错'}", "answer": "A", "task": None}, "task"),
     ],
 )
-def test_a_row_that_is_none_of_cflues_is_named(row: dict[str, str], evidence: str, tmp_path: Path) -> None:
+def test_a_row_that_is_none_of_cflues_is_named(row: dict[str, str | None], evidence: str, tmp_path: Path) -> None:
     sound = {"名称": "银行", "task": "判断题", "question": "对吗？", "choices": "{'A': '对', 'B': '错'}", "answer": "A"}
     broken = {"名称": "银行", "task": "判断题", "question": "对吗？"} | row
+    broken = {key: value for key, value in broken.items() if value is not None}
     (tmp_path / "knowledge.json").write_text(json.dumps([sound, broken], ensure_ascii=False), encoding="utf-8")
     with pytest.raises(UserError, match="row 2") as caught:
         questions.read_questions("cflue", tmp_path, None)

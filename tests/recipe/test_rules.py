@@ -107,3 +107,14 @@ def test_adapters_go_on_the_decoders_linear_layers_only(target: str) -> None:
 def test_what_the_planner_decides_is_not_judged_at_load() -> None:
     loaded = recipe.load(QUICKSTART, ["zero.stage=auto", "zero.offload_param=cpu", "zero.quantized_weights=true"])
     assert loaded.recipe.zero.stage == "auto"
+
+
+def test_a_weight_of_ones_own_source_stays_when_the_embedded_corpus_goes(tmp_path: Path) -> None:
+    (tmp_path / "mixed.yaml").write_text(
+        f"base: {QUICKSTART}\nname: mixed\ndata: {{mixture: {{weights: {{fin_news: 2, announcement: 1}}}}}}\n"
+    )
+    sources = f"data.sources=[{{path: {tmp_path}/a.jsonl, name: mine}}]"
+    loaded = recipe.load(tmp_path / "mixed.yaml", [sources, "data.mixture.weights.mine=2"])
+    assert [stage.weights for stage in loaded.recipe.data.mixture] == [{"mine": 2.0}]
+    assert any("only what --set gives is kept" in said for said in loaded.said)
+    assert not recipe.load(tmp_path / "mixed.yaml", [sources]).recipe.data.mixture

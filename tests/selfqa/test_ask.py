@@ -359,7 +359,8 @@ def test_a_question_must_stand_alone(question: str, reason: str | None) -> None:
         ("无法回答", "stop", "passage does not answer"),
         ("抱歉，我不知道。", "stop", "refusal"),
         ("根据材料，毛利率为12.5%。", "stop", "answer refers to the passage"),
-        ("毛利率是多少", "stop", "answer length"),
+        ("毛利率是多少", "stop", "answer repeats the question"),
+        ("高", "stop", "answer length"),
         ("毛利率下降，" * 20, "stop", "answer repeats itself"),
     ],
 )

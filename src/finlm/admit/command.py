@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -329,8 +330,8 @@ def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
 
 
 def losses(run: RunDir) -> list[float]:
-    """Return the loss of every step of the run's events, in order of steps; of a repeated step the last."""
-    by_step = {row["step"]: row["loss"] for row in run.read_events("step")}
+    """Return each step's loss in the run's events, NaN where it was not finite; of a repeated step the last."""
+    by_step = {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in run.read_events("step")}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -341,7 +342,10 @@ def check_stages(runs: Runs) -> str:
     """
     expected = losses(runs.run(0))
     for stage in (1, 3):
-        pairs = zip(losses(runs.run(stage)), expected, strict=True)
+        of_stage = losses(runs.run(stage))
+        if not all(map(math.isfinite, [*expected, *of_stage])):
+            return f"losses that are not finite: at ZeRO-0 {expected}, at ZeRO-{stage} {of_stage}"
+        pairs = zip(of_stage, expected, strict=True)
         if (off := max(abs(loss - other) / abs(other) for loss, other in pairs)) > TOLERANCE:
             return f"a loss at ZeRO-{stage} is {off:.1e} of it away from ZeRO-0's"
     return "" if expected[-1] != expected[0] else "the loss does not move"

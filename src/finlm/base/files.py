@@ -96,7 +96,12 @@ def append_json_line(path: Path, value: Any) -> None:
     with path.open("ab+") as file:  # appending, so tell() is the file's size
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             line = b"\n" + line
-        file.write(line)
+        try:
+            file.write(line)
+            file.flush()
+        except OSError as error:
+            error.filename = str(path)  # a full disk names no file
+            raise
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:

@@ -420,6 +420,7 @@ class Talk:
         from finlm.inference.open import open_model
 
         if self._talker is None or self._path != path:
+            self._talker = None  # memory for one model is enough
             self._path, self._talker = path, Talker(open_model(path))
         return self._talker
 

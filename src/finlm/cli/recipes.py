@@ -81,7 +81,7 @@ def lint(options: argparse.Namespace) -> int:
         )
     shards = prepare.run(recipe)
     lint.print_label_rows(recipe, shards, options.rows)
-    lint.print_summary(recipe, shards, lint.count_labels(recipe, shards))
+    lint.print_summary(shards, lint.count_labels(recipe, shards))
     findings = lint.check(recipe, shards)
     lint.print_findings(findings, shards)
     if options.json:

@@ -241,7 +241,7 @@ def _check_labels(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iter
 LEARNT, CONTEXT, MARK = "bold green", "", "cyan"
 
 
-def print_summary(recipe: Recipe, shards: Shards, seen: Seen) -> None:
+def print_summary(shards: Shards, seen: Seen) -> None:
     """Print a table: dialogues used, what is learnt (`seen`), and why rows were left out (five reasons per source)."""
     counts = prepared_counts(shards)
     rows = [

@@ -216,6 +216,7 @@ def _read_cflue(path: Path) -> Iterator[Question]:
             options = tuple(str(named[letter]).strip() for letter in sorted(named))
             is_sound = "".join(sorted(named)) == _NAMES[: len(named)] and len(named) > 1 and text and all(options)
             right = "".join(letter for letter in sorted(named) if letter in answer)
+            kind = row["task"]
         except (KeyError, TypeError, ValueError, SyntaxError, AttributeError) as error:
             raise UserError(f"{path}: row {number} is no question of CFLUE", evidence=repr(error), fix=fix) from None
         if not is_sound or not right or sorted(answer) != list(right):
@@ -224,7 +225,7 @@ def _read_cflue(path: Path) -> Iterator[Question]:
                 evidence=f"options {', '.join(sorted(named))}, answer {answer!r}",
                 fix="correct the row or take it out",
             )
-        yield Question(subject, text, options, right, "several" if row["task"] == "多项选择题" else "one")
+        yield Question(subject, text, options, right, "several" if kind == "多项选择题" else "one")
 
 
 def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:

@@ -192,11 +192,23 @@ def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> It
     for place in (("data", "mixture"), ("eval", "suites")) if not has_world(values) else ():
         section = values.get(place[0])
         if isinstance(section, dict) and section.get(place[1]) and lines.get(place) != "--set":
-            section[place[1]] = []
-            for inside in [known for known in lines if known[:2] == place]:
+            kept = section[place[1]] = _keep_given(section[place[1]], place, lines) or []
+            for inside in [known for known, origin in lines.items() if known[:2] == place and origin != "--set"]:
                 del lines[inside]
             lines[place] = "about sources that --set replaces"
-            yield f"{'.'.join(place)}: left out, since it is about sources that --set replaces"
+            key = ".".join(place)
+            if kept:
+                yield f"{key}: only what --set gives is kept: the rest is about sources that --set replaces"
+            else:
+                yield f"{key}: left out, since it is about sources that --set replaces"
+
+
+def _keep_given(value: Any, place: Location, lines: Mapping[Location, str]) -> Any:
+    """Return what --set gives of the value at `place`: all of it, or the keys inside; None if nothing."""
+    if lines.get(place) == "--set":
+        return value
+    inside = value.items() if isinstance(value, dict) else ()
+    return {key: kept for key, part in inside if (kept := _keep_given(part, (*place, key), lines)) is not None} or None
 
 
 def _check_post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -122,8 +122,10 @@ def answer_reason(passage: str, question: str, answer: str, finish: str | None, 
         return "passage does not answer"
     if _REFUSES.search(answer[:80]):
         return "refusal"
-    if len(answer) < settings.min_answer_characters or normalise_question(answer) == normalise_question(question):
+    if len(answer) < settings.min_answer_characters:
         return "answer length"
+    if normalise_question(answer) == normalise_question(question):
+        return "answer repeats the question"
     if _REFERS.search(answer):
         return "answer refers to the passage"
     if _is_loop(answer):
