@@ -16,7 +16,7 @@ from finlm.recipe import recipe
 from finlm.world import writer
 from object_store import serve
 
-from helpers import QUICKSTART, ROOT, TINY, finlm
+from helpers import QUICKSTART, ROOT, TINY, finlm, with_fault
 
 FOLDERS = ("README*.md", "CONTRIBUTING.md", "recipes/README.md", "recipes/*/README.md", "docs/*.md")
 PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
@@ -148,6 +148,7 @@ def test_the_command_works(command: str, shell: Shell, request: pytest.FixtureRe
         tiny = [text for text in request.getfixturevalue("tiny") if not text.startswith(NOT_DRILLED)]
         command += f" --runs {tmp_path / 'runs'} " + " ".join(f"--set '{value}'" for value in tiny)
         command += " --minutes 0.25 --every 8 --set train.cpu_ranks=1"  # one fault, with time for a checkpoint before
+        command = f"PYTHONPATH={with_fault(tmp_path / 'site', 'paced(0.1)')} {command}"
     elif command.startswith("finlm board"):  # looked at once, then Ctrl-C
         look = "python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1])'"
         command = f'coproc board {{ exec {command} --port 0; }}; pid=$board_PID; read -r -u "${{board[0]}}" at; '
