@@ -113,7 +113,7 @@ _SCHEDULER_ENDS = (
 )
 LAST_WORDS = re.compile(
     r"(?:^|[\s\[|:(])(?:ERROR|ERR|FATAL|CRITICAL|PANIC|emerg)\b|^\s*[×✗✘❌]|NCCL WARN|"
-    r"^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|^got exception: |\[E\] Error|&&&& FAILED|"
+    r"^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s(?!tracking )|^got exception: |\[E\] Error|&&&& FAILED|"
     r"[:,] (?:fatal|error): |command not found|_InactiveRpcError|(?:^|[.:!] )[Aa]bort(?:ing|ed)\b(?! \w+:)|"
     r"\b(?:is|was|been|[Jj]ob|[Rr]un|[Tt]raining|[Pp]rocess|[Ee]xecution) [Aa]bort(?:ed|ing)\b|"
     r"\b(?:[Tt]raining|[Ff]ine-?[Tt]un(?:e|ing)|[Jj]ob|[Pp]rocess|[Rr]un|[Ww]orker|[Rr]ank \d+) (?:has |was |been )*"
