@@ -119,6 +119,17 @@ def test_what_the_program_did_not_say_as_an_error_is_no_cause(log: str, findings
     assert kind(findings(log)[0]) in ("unknown", "code_error")
 
 
+def test_a_row_of_data_that_speaks_of_an_error_is_no_cause(findings: Of) -> None:
+    served = "Running on local URL:  http://127.0.0.1:7860\n====conversation====\n"
+    assert findings(served + "[{'role': 'user', 'content': 'CUDA out of memory 怎么解决？'}]\n") == []
+    assert findings(served + "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n")[0].cause == "cuda_oom"
+
+
+def test_a_notebook_that_was_interrupted_says_so(findings: Of) -> None:
+    cell = "KeyboardInterrupt                         Traceback (most recent call last)\n----> 1 trainer.train()\n\n"
+    assert findings(cell + "KeyboardInterrupt: \n")[0].cause == "sigterm_preempted"
+
+
 LAUNCH = "[2024-05-26 12:39:38,733] [INFO] [runner.py:568:main] cmd = python -u -m deepspeed.launcher.launch x.py\n"
 DEATH = "[2024-05-26 12:40:00,000] [ERROR] [launch.py:322:sigkill_handler] exits with return code = 1\n"
 WELL = "{'train_runtime': 212.6}\n[launch.py:348:main] Process 13704 exits successfully.\n"

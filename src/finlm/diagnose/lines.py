@@ -41,12 +41,14 @@ _PIP = re.compile(
 )
 _SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s*#(?:SBATCH|BSUB|PBS|\$) |^export \w+=")
 _HELP = re.compile(r"^usage: |^\s+\[-")
-# Of what a program works around, and says so.
+# Of what a program works around, and says so; and data that it shows.
 _ASIDE = re.compile(
     r"Retrying .Retry.total=|"
     r"Ignore import error when loading|is preempted by PreemptionMode|failed to mlock|batch ?size will be decreased|"
     r"halving the batch|failed to shutdown the rendezvous|"
-    r"Error waiting on exit barrier|Cannot use FlashAttention-2 backend for"
+    r"Error waiting on exit barrier|Cannot use FlashAttention-2 backend for|"
+    # a row of data or a conversation, whose words are somebody's
+    r"^\s*\[?\{['\"](?:role|from|messages|conversations|instruction|prompt|question|text)['\"]: ?['\"\[]"
 )
 _CONFIG = re.compile(r"\[config\.py:\d+:print")  # DeepSpeed lists every key, also those that harm nobody
 
