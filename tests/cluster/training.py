@@ -22,7 +22,7 @@ LONG = (
 )
 PATIENCE_SECONDS = 250  # a guard: a fault ends a run in 3 to 40 s, and the machine may be busy
 ONE_THREAD = "env={OMP_NUM_THREADS: '1'}"  # all hosts share this machine's cores
-PACE_SECONDS = 0.1  # a step of LONG at least; at full speed, a test that waits for a time-out trains hundreds
+PACE_SECONDS = 0.25  # a step of LONG at least; at full speed, a test that waits for a time-out trains hundreds
 
 
 def command(overrides: Sequence[str], *more: str) -> list[str]:
