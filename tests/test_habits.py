@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from helpers import ROOT
 
 VENV = ROOT / ".venv/bin"
-CI = [line for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+CI = [line.strip() for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
 
 
 def read(path: str) -> Any:
