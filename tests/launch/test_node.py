@@ -46,3 +46,21 @@ def test_it_ends_with_the_first_rank_that_failed_and_ends_the_others(tmp_path: P
     ended, rows = launch(tmp_path, f"time.sleep(60) if os.environ['RANK'] == '3' else {play}")
     assert ended == code and len(rows) == 2
     assert not any(processes.is_alive(int(row[9])) for row in rows)
+
+
+def test_of_ranks_that_ended_within_one_poll_the_killed_one_counts(tmp_path: Path) -> None:
+    play = (
+        "launcher = os.getppid()",
+        "time.sleep(1)  # both have started",
+        "if os.environ['RANK'] == '3':",
+        "    os.kill(launcher, signal.SIGSTOP)  # it sees neither rank's end before the other's",
+        "    os._exit(1)",
+        "if os.fork() == 0:",
+        "    time.sleep(2)",
+        "    os.kill(launcher, signal.SIGCONT)",
+        "    os._exit(0)",
+        "time.sleep(1)",
+        "os.kill(os.getpid(), 9)",
+    )
+    ended, _ = launch(tmp_path, "\n    ".join(play))
+    assert ended == 256 - signal.SIGKILL

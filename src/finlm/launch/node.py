@@ -31,7 +31,8 @@ def main() -> None:
     ranks = start_ranks(json.loads(sys.argv[1]), sys.argv[2])
     while (codes := [rank.poll() for rank in ranks]) and None in codes and not any(codes):
         time.sleep(POLL_SECONDS)
-    failed = next((code for code in codes if code), 0)
+    # Of ranks that ended within one poll, a rank killed by a signal comes first: the others ended because it was gone.
+    failed = min(filter(None, codes), default=0)
     if failed:
         print(f"rank process {ranks[codes.index(failed)].pid} ended with {failed}", flush=True)
         end(ranks)
